@@ -4,7 +4,7 @@
     forward of A     run -----------> enter_forward          (gather A, then those that gather_order expects next)
                          <----------- leave_forward          (reshard A)
     backward of A    entry hook ----> enter_backward         (gather A, and ahead)
-                     gradients -----> completed ----------> whose turn? ----> submit: reduce-scatter -> all-reduce -> land
+    of the next one  entry hook ----> A's visit ends -----> whose turn? ----> submit: reduce-scatter -> all-reduce -> land
     optimizer        optimizer_hooks  (joins what is under way; afterwards weights have a new version)
 
     module_hooks.py     from a module's call, and from autograd, to the runtime

@@ -13,7 +13,6 @@ from hsdp.comm.observer import Point
 from hsdp.schedule.backward_commit import BackwardCommit
 from hsdp.schedule.passes import BackwardPass, OpenVisits, Token, Visit
 from hsdp.schedule.pipeline import Reduction
-from hsdp.schedule.reduce_order import ReduceTurns
 from hsdp.schedule.root import Root, bury_tasks
 from hsdp.schedule.sequence_numbers import BEFORE_ALL, SequenceNumber
 from hsdp.torch_private import graph_task, queue_callback
@@ -144,6 +143,11 @@ class Backwards(BackwardCommit):
             earliest = visit.first_node if earliest is None else min(earliest, visit.first_node)
         backward.opened[unit] = OpenVisits(begun, earliest, task)
 
+    def come_to(self, node: SequenceNumber) -> None:
+        """The engine is about to run a node outside of units: visits that it has come behind are over."""
+        if (backward := self.backward) is not None and graph_task() in backward.tasks:
+            self._end_visits_behind(backward, node)
+
     def _keep_for_graph(self, backward: BackwardPass, unit: Unit, visit: Visit) -> None:
         """Unsharded parameters are part of the new graph, which keeps the forward's graph alive: they stay."""
         backward.keeps_graph = True
@@ -238,13 +242,18 @@ class Backwards(BackwardCommit):
                 self._end_visit(backward, unit)
 
     def _end_visit(self, backward: BackwardPass, unit: Unit) -> None:
-        """A visit of `unit` is over: behind the last one its gradients are reduced, whatever this rank used of it."""
+        """A visit of `unit` is over: behind the last one its gradients are reduced, whatever this rank used of it.
+
+        Not before, though all may have arrived: users' hooks still edit them, or put others beside them, and of a unit with
+        units below it the time of the last one differs by rank.
+        """
         turns = backward.turns
         if unit in turns.waiting:
             if turns.expects(unit):
                 return
             if backward.reduces:
-                self._complete(turns, unit)
+                for other in turns.complete(unit):
+                    self._reduce(other)
         if not backward.keeps_graph:
             del backward.opened[unit]
             unit.check_unwritten()
@@ -252,23 +261,6 @@ class Backwards(BackwardCommit):
                 _stay(unit)
             elif not unit.calls:  # else its forward is under way
                 unit.reshard()
-
-    def completed(self, unit: Unit) -> None:
-        """All gradients of `unit` that this graph task will make on this rank are there."""
-        backward = self.backward
-        if backward is None:
-            return  # The gradient belongs to another root's forward of the unit; the runtime of that root ends the visit.
-        if unit in backward.opened and backward.opened[unit].task != graph_task():
-            return  # A reentrant checkpoint inside the unit: the visit goes on in other tasks.
-        if unit not in backward.turns.waiting:
-            self._reduce(unit)
-        elif unit not in self._parents:
-            self._complete(backward.turns, unit)
-        # A unit with units below it is completed when its visit ends: the time of its last gradient differs by rank.
-
-    def _complete(self, turns: ReduceTurns, unit: Unit) -> None:
-        for other in turns.complete(unit):
-            self._reduce(other)
 
     def _reduce(self, unit: Unit) -> None:
         # With create_graph=True (asking takes a twentieth of `no_grad`); or on another stream than gradients arrive on.
@@ -348,7 +340,7 @@ class Backwards(BackwardCommit):
                 settings, gradients = unit.settings, unit.gradients
                 deferred = gradients.deferred and settings.requires_all_reduce
                 due = settings.requires_grad_sync and (gradients.stashed or deferred)
-                if due or unit in left or gradients.arrivals.leaves:
+                if due or unit in left or gradients.arrivals.has_any():
                     self._reduce(unit)
         # Where units have been called under another root since, no call will wait for what runs on here.
         if drains or any(unit.runtime_ref is not self.reference for unit in self.units):

@@ -238,16 +238,28 @@ class ModuleHooks:
         return output, tensors
 
     def _watch(self, tensors: list[Tensor], arguments: tuple[Any, ...], runtime: Runtime, visit: Visit) -> Visit | None:
-        """Hooks every node through which gradients will enter the unit: that begins `visit`, which it returns then."""
-        watched = False
+        """Hooks every node through which gradients will enter the unit: that begins `visit`, which it returns then.
+
+        Behind the visit, the next unit's begins, as a rule. Where the root computes between them (an embedding), the nodes
+        through which gradients leave the unit are hooked, too, so that its reduction is on its way meanwhile.
+        """
+        watched, before = False, runtime.last_watched
         made_in, number = visit.first_node
         if self._side_outputs is None or self._side_outputs[0] != runtime.generation:
             modules = [module for ref in self.modules if (module := ref()) is not None]
             self._side_outputs = runtime.generation, SideOutputs(modules)
         for tensor in tensors + self._side_outputs[1].tensors(arguments, number):
             for node in entry_nodes(tensor, number):
-                node.register_prehook(partial(_entered, self.unit, runtime, visit, (made_in, sequence_number(node))))
+                runtime.last_watched = at = sequence_number(node)
+                node.register_prehook(partial(_entered, self.unit, runtime, visit, (made_in, at)))
                 watched = True
+        if watched and self.unit.parent is runtime.root:
+            begins_at = runtime.forward_pass.begins_at
+            for one in arguments:
+                if isinstance(one, Tensor) and (behind := one.grad_fn) is not None:
+                    at = sequence_number(behind)
+                    if before != at and begins_at <= at < number:
+                        behind.register_prehook(partial(_left, runtime, (made_in, at)))
         return visit if watched else None
 
     def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -272,3 +284,8 @@ def _entered(unit: Unit, runtime: Runtime, visit: Visit, node: SequenceNumber, g
     """A hook before an autograd node: gradients are about to enter the unit."""
     # In a hook the grad mode is the engine's: on only with create_graph=True.
     runtime.enter_backward(unit, visit, torch.is_grad_enabled(), node)
+
+
+def _left(runtime: Runtime, node: SequenceNumber, grads: Any) -> None:
+    """A hook before an autograd node: gradients have left a unit."""
+    runtime.come_to(node)

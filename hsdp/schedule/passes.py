@@ -40,6 +40,7 @@ class ForwardPass:
 
     Attributes:
         number: how many there were before.
+        begins_at: the sequence number of the first node that autograd made, or would have made, in it.
         exits: the units in the order in which their forwards ended, each with how its last forward ended; None if no
             gradient can enter it.
         calls: for each unit, of those of its forwards that gradients can enter, the sequence numbers of the first autograd
@@ -47,10 +48,11 @@ class ForwardPass:
         visited: the units that a backward of this forward has entered or passed over.
     """
 
-    __slots__ = ("calls", "exits", "number", "visited")
+    __slots__ = ("begins_at", "calls", "exits", "number", "visited")
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, begins_at: int) -> None:
         self.number = number
+        self.begins_at = begins_at
         self.exits: dict[Unit, Exit | None] = {}
         self.calls: dict[Unit, list[SequenceNumber]] = {}
         self.visited: set[Unit] = set()

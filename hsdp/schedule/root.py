@@ -56,6 +56,7 @@ class Root:
         backward: the backward under way, or one that failed and was not noticed yet.
         enclosing: the graph tasks of other backwards that its backwards run inside of.
         begun: how many backwards have begun; `begun_before`: before the last forward.
+        last_watched: the sequence number of the node that was hooked last, through which gradients will enter a unit.
         depth: forward calls under way; `thread`: the thread that they run in.
         stepping: the class of an optimizer whose step on weights of the root has begun, and has not ended.
         awaits_gradients: a forward ran with gradients, and no backward that accumulates into parameters since.
@@ -75,16 +76,16 @@ class Root:
         self._forward_order: GatherOrders[Unit] = GatherOrders()
         self._backward_order: BackwardGatherOrder[Unit] = BackwardGatherOrder()
         self.reduce_order = ReduceOrder()
-        self.forward_pass = ForwardPass(0)
+        self.forward_pass = ForwardPass(0, 0)
         self.backward: BackwardPass | None = None
         self.enclosing = EnclosingTasks()
         self.awaits_gradients = False
+        self.last_watched = -1
         self.stepping = ""
         self._generation = -1
         self._shard_guards: dict[DivergenceGuard, list[RankSet]] = {}
         self._backward_guards: list[DivergenceGuard] = []
         self._members: list[tuple[Unit, Unit | None, str]] = []
-        self._parents: set[Unit | None] = set()
         self._modules = [weakref.ref(module) for module in modules]
 
     def adopt(self) -> None:
@@ -96,7 +97,6 @@ class Root:
             self._serve_rank_sets()
             comms = [c for u in self.units for c in (u.replicate_comm, u.scatter_comm, u.part_comm) if c is not None]
             self._backward_guards = [a for a in _guards(comms) if a not in self._shard_guards]
-            self._parents = {parent for _, parent, _ in self._members}
             self._generation = Root.generation
         this = cast(Schedule, self)
         for unit, parent, name in self._members:

@@ -17,7 +17,7 @@ from hsdp.comm.divergence import STEP, note_event_of
 from hsdp.comm.observer import Point
 from hsdp.schedule.backward import Backwards
 from hsdp.schedule.passes import ForwardPass, Visit
-from hsdp.torch_private import NO_TASK, graph_task
+from hsdp.torch_private import NO_TASK, graph_task, next_node
 from hsdp.unit.state import FORWARD, IDLE, expect, refuse_assigned
 from hsdp.unit.unit import Unit
 from hsdp.unit.unsharded import GATHERING, SHARDED, UNSHARDED
@@ -53,7 +53,7 @@ class Runtime(Backwards):
         graphs = self.has_graphs()
         refuse_assigned(self.units, "forward")
         self.reduce_order.begin_forward()
-        self.forward_pass = ForwardPass(self.forward_pass.number + 1)
+        self.forward_pass = ForwardPass(self.forward_pass.number + 1, next_node())
         self.awaits_gradients = self.awaits_gradients or torch.is_grad_enabled()
         self.begun_before = self.begun
         # The shards of parameters that stayed whole may have been written to since (`p.data`), unseen by versions.

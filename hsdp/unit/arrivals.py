@@ -54,12 +54,15 @@ class Arrivals:
         return found
 
     def take(self) -> dict[int, Tensor]:
-        """Moves all gradients away from the unsharded parameters.
+        """Moves all gradients away from the unsharded parameters, also those that user code put there by itself.
 
         A parameter that was frozen since its forward gets none, as a plain one would not.
         """
         taken: dict[int, Tensor] = {}
-        params, alike = self._params, not (self._in_blocks or self._replaced)
+        params = self._params
+        if len(self.leaves) < len(params):
+            self.leaves.update(self._assigned())
+        alike = not (self._in_blocks or self._replaced)
         with plain_access():
             for slot, leaf in self.leaves.items():
                 grad, leaf.grad = leaf.grad, None
@@ -69,6 +72,18 @@ class Arrivals:
                     taken[slot] = grad
         self.leaves.clear()
         return taken
+
+    def _assigned(self) -> dict[int, Tensor]:
+        """Unsharded parameters with a gradient that did not arrive: a user's autograd function put it there, say."""
+        return {
+            slot: leaf
+            for slot, param in enumerate(self._params)
+            if (leaf := param.trained) is not None and slot not in self.leaves and leaf.grad is not None
+        }
+
+    def has_any(self) -> bool:
+        """Whether a gradient is there, also one that user code put there behind the unit's reduction."""
+        return bool(self.leaves or self._assigned())
 
     def _whole(self, slot: int, grad: Tensor | None) -> Tensor | None:
         """The sum of a parameter's gradients on all its leaves, dense, for the rows of this rank."""

@@ -71,10 +71,6 @@ class Schedule(Protocol):
         """Joins the graph task under way."""
         ...
 
-    def completed(self, unit: Unit) -> None:
-        """All gradients of `unit` that the graph task makes on this rank are there."""
-        ...
-
 
 class Unit(UnitActivity, UnshardedParams):
     """A parameter group.
@@ -441,7 +437,6 @@ class Unit(UnitActivity, UnshardedParams):
         # Entering a unit compares versions; a unit that stayed whole since its forward may be trained without.
         if not runtime.has_entered(self) and (self.version != self.forward_version or not self.shards_unchanged()):
             raise stale(self)
-        runtime.completed(self)
         if self.context.observer is not None:
             self.context.observer.passes(Point.BACKWARD_LEFT, self)
 

@@ -39,9 +39,10 @@ from hsdp.planning.layouts import GroupPlan, UnitPlan
 from hsdp.schedule.backward_commit import BackwardCommit
 from hsdp.schedule.passes import BackwardPass
 from hsdp.schedule.pipeline import ReductionPipeline
-from hsdp.schedule.reduce_order import ReduceOrder
+from hsdp.schedule.reduce_order import ReduceOrder, ReduceTurns
 from hsdp.schedule.runtime import Runtime
 from hsdp.schedule.scaling import Scaling
+from hsdp.unit.arrivals import Arrivals
 from hsdp.unit.dtype_group import DtypeGroup, GroupKey
 from hsdp.unit.extension_group import ExtensionGroup, _Member
 from hsdp.unit.gradients import Gradients
@@ -65,6 +66,8 @@ from tests.mutants.planting import (
     trusting_what_is_whole,
     versions_told_by,
 )
+from tests.ordinary import program as ordinary
+from tests.ordinary import test_gradient_edits as gradient_edits
 from tests.params import test_extension as extension
 from tests.params import test_placement as placement
 from tests.params import test_tensor_parallel as tensor_parallel
@@ -252,25 +255,25 @@ def steps_without_joining() -> Any:
 
 @mutant(Check(rule_10.check_reductions_start_at_once, ("tokens",)), kill="AssertionError")
 def reduces_at_the_end_only() -> Any:
-    return mock.patch.object(Runtime, "completed", return_value=None)
+    return mock.patch.object(ReduceTurns, "complete", return_value=[])
 
 
-@mutant(Check(rule_11.check_ranks_reduce_in_one_order), kill="DivergenceError|AssertionError")
-def reduces_out_of_turn() -> Any:
-    def at_once(runtime: Runtime, unit: Unit) -> None:
-        assert runtime.backward is not None
-        turns = runtime.backward.turns
-        if unit in turns.waiting:
-            turns._queues[unit.mesh_ranks].remove(unit)
-            turns.waiting.discard(unit)
-        runtime._reduce(unit)
+@mutant(Check(ordinary.check, ((2,), gradient_edits.halves_them_in_a_full_backward_hook)))
+def reduces_at_the_last_gradient() -> Any:
+    def change(arrived: Callable[[Unit], None]) -> Callable[[Unit], None]:
+        def and_reduces(unit: Unit) -> None:
+            arrived(unit)
+            for other in unit.runtime.backward.turns.complete(unit):
+                unit.runtime._reduce(other)
 
-    return mock.patch.object(Runtime, "completed", at_once)
+        return and_reduces
+
+    return replaced(Unit, "_all_arrived", change)
 
 
-@mutant(Check(rule_12.check_passes, ("F F B B", (2,), Deep)), kill="AssertionError: Counter")
-def reduces_at_the_first_gradient() -> Any:
-    return mock.patch.object(Unit, "begin_task", lambda unit, task: unit.remaining.__setitem__(task, 1))
+@mutant(Check(ordinary.check, ((2,), gradient_edits.makes_a_weight_s_gradient_itself)))
+def takes_arrived_gradients_only() -> Any:
+    return mock.patch.object(Arrivals, "_assigned", return_value={})
 
 
 @mutant(Check(rule_12.check_interleaved, ("F F B B",)), kill="DivergenceError")
@@ -285,16 +288,16 @@ def waits_for_gradients_that_a_rank_never_makes() -> Any:
 
 @mutant(Check(rule_12.check_recomputed), kill="DivergenceError")
 def reduces_after_each_reentrant_checkpoint() -> Any:
-    def anew(completed: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(runtime: Runtime, unit: Unit) -> None:
-            assert runtime.backward is not None
-            opened, runtime.backward.opened = runtime.backward.opened, {}
-            completed(runtime, unit)
-            runtime.backward.opened = opened
+    def anew(end: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(runtime: Runtime, backward: Any, task: int, token: Any) -> None:
+            if len(backward.tasks) > 1:
+                for unit in backward.opened:
+                    runtime._reduce(unit)
+            end(runtime, backward, task, token)
 
         return wrapped
 
-    return replaced(Runtime, "completed", anew)
+    return replaced(Runtime, "_end_task", anew)
 
 
 @mutant(Check(rule_12.check_interleaved, ("F F B F B B, other units",)), kill="DivergenceError")

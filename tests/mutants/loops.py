@@ -56,7 +56,6 @@ from tests.rules import test_rule_06_moving as rule_06
 from tests.rules import test_rule_07_fresh_weights as rule_07
 from tests.rules import test_rule_08_prefetch as rule_08
 from tests.rules import test_rule_09_resharding as rule_09
-from tests.rules import test_rule_10_completion as rule_10
 from tests.rules import test_rule_13_recompute as rule_13
 from tests.rules import test_rule_17_clipping as rule_17
 from tests.rules import test_rule_21_different_losses as rule_21
@@ -195,11 +194,6 @@ def takes_no_print_of_small_shards() -> Any:
 @mutant(Check(rule_09.check_changed, ("step",)), kill=NOT_REFUSED)
 def does_not_count_epochs() -> Any:
     return versions_told_by(lambda unit: (0, 0))
-
-
-@mutant(Check(rule_10.check_reductions_start_at_once, ("tokens",)), kill="AssertionError")
-def waits_for_the_end_of_backward() -> Any:
-    return mock.patch.object(Runtime, "completed", lambda runtime, unit: setattr(unit, "ready", True))
 
 
 def _all_groups(grad: DTensor) -> tuple[Any, ...]:

@@ -179,7 +179,7 @@ class Recomputed(nn.Module):
 
 
 def check_recomputed(env: RankEnv) -> None:
-    """What all reentrant checkpoints inside a unit make is reduced together, when the unit's visit is over."""
+    """What reentrant checkpoints inside a unit make is reduced with the rest, when the unit's visit is over."""
 
     def run(model: nn.Module, rank: int) -> None:
         model(floats(rank), rank).square().sum().backward()
@@ -188,7 +188,7 @@ def check_recomputed(env: RankEnv) -> None:
     shard(model, env.mesh(2))
     with collectives() as log:
         check_grads(model, plain, run, env.rank, env.world_size)
-    assert len(of_kind(log, "reduce_scatter")) == 2, "one for what is outside of checkpoints, one for the rest"
+    assert len(of_kind(log, "reduce_scatter")) == 1, "one for all of it"
     check_rest(model)
 
 

@@ -50,7 +50,7 @@ GATHER = [
 ]
 BACKWARD = [
     (Runtime, "enter_backward"),
-    (Runtime, "completed"),
+    (Runtime, "_end_visit"),
     (Runtime, "drain"),
     (Runtime, "_end_task"),
     (Unit, "begin_task"),

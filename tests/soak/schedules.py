@@ -75,7 +75,6 @@ SCHEDULE_BUGS = (
     "lands early",
     "skips the final drain",
     "steps without joining",
-    "reduces at the first gradient",
     "does not sweep",
     "ignores used flags",
     "uses a stale gather",

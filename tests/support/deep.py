@@ -129,17 +129,6 @@ def of_kind(log: Sequence[str], *kinds: str) -> list[str]:
     return [entry for entry in log if entry.partition(" ")[0] in kinds]
 
 
-def log_backward(model: nn.Module, log: list[str]) -> None:
-    """Appends "backward blocks.i" to the log when the backward of a block begins, in all later forwards."""
-    for index, block in enumerate(model.blocks):  # type: ignore[arg-type]
-
-        def watch(module: nn.Module, args: Any, out: Tensor, index: int = index) -> None:
-            if out.requires_grad:
-                out.register_hook(lambda grad: log.append(f"backward blocks.{index}"))
-
-        block.register_forward_hook(watch)
-
-
 @contextmanager
 def never_done() -> Iterator[None]:
     """Collectives seem under way until they are waited for: nothing lands because a poll came late enough."""

@@ -9,7 +9,6 @@ A tensor's bytes are only found here, and later read straight to where they belo
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import io
 import math
 import os
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor
 
 from hsdp.checkpoint.index import FileRange, dtype_named
+from hsdp.checkpoint.memory import buffer_of
 from hsdp.checkpoint.pickles import ORDERED_DICT, Call, Name, Reference, read_pickle
 from hsdp.errors import CheckpointError
 
@@ -214,13 +214,6 @@ def read_into(stream: BinaryIO, start: int, target: Tensor) -> None:
         if not count:
             raise CheckpointError(f"it ends {len(view)} bytes too early")
         view = view[count:]
-
-
-def buffer_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU as bytes; the tensor must outlive it."""
-    if not tensor.nbytes:
-        return memoryview(b"")
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 class _Part(io.RawIOBase):

@@ -8,30 +8,21 @@ together.
 from __future__ import annotations
 
 import struct
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from hsdp.checkpoint.archive_reader import STORAGES, buffer_of
+from hsdp.checkpoint.archive_reader import STORAGES
+from hsdp.checkpoint.checksums import ChecksumStream
 from hsdp.checkpoint.crc import crc32_of
+from hsdp.checkpoint.memory import buffer_of
 
 _ALIGNMENT = 64
 _LIMIT = 0xFFFFFFFF
 _NAMES = {dtype: name for name, dtype in STORAGES.items()}
 
 
-class Sink(Protocol):
-    """Where a zip file goes."""
-
-    def write(self, data: bytes | memoryview, crc32: int | None = None) -> object:
-        """Writes all of `data`; `crc32` is its checksum, where it is known."""
-
-    def tell(self) -> int:
-        """Bytes written so far."""
-
-
-def write_tensor(stream: Sink, tensor: Tensor) -> None:
+def write_tensor(stream: ChecksumStream, tensor: Tensor) -> None:
     """Writes a contiguous tensor on the CPU so that `torch.load` reads it.
 
     Args:
@@ -52,7 +43,7 @@ def write_tensor(stream: Sink, tensor: Tensor) -> None:
 class _Archive:
     """A zip file of entries that are not packed, with 64-bit sizes where they need them."""
 
-    def __init__(self, stream: Sink) -> None:
+    def __init__(self, stream: ChecksumStream) -> None:
         self._stream = stream
         self._origin = stream.tell()
         self._directory: list[bytes] = []
@@ -122,41 +113,3 @@ def _number(value: int) -> bytes:
 
 def _numbers(values: torch.Size | tuple[int, ...]) -> bytes:
     return b"(" + b"".join(map(_number, values)) + b"t"
-
-
-# -- checksums -----------------------------------------------------------------------------------------------------
-
-_POLYNOMIAL = 0xEDB88320
-
-
-def combine_crc32(first: int, second: int, length: int) -> int:
-    """The CRC-32 of two runs of bytes one after the other, of those of each; `length` is the second's."""
-    power, place, factor = 1 << 31, 3, length  # x^0; then x^(8 * length), by repeated squaring
-    while factor:
-        if factor & 1:
-            power = _multiplied(_SQUARES[place % 32], power)
-        factor >>= 1
-        place += 1
-    return _multiplied(power, first) ^ second
-
-
-def _multiplied(a: int, b: int) -> int:
-    """The product of two polynomials over GF(2), modulo that of CRC-32; bits in CRC-32's reflected order."""
-    product, bit = 0, 1 << 31
-    while bit:
-        if a & bit:
-            product ^= b
-        bit >>= 1
-        b = (b >> 1) ^ _POLYNOMIAL if b & 1 else b >> 1
-    return product
-
-
-def _squares() -> list[int]:
-    found = [1 << 30]  # x
-    while len(found) < 32:
-        found.append(_multiplied(found[-1], found[-1]))
-    return found
-
-
-_SQUARES = _squares()
-"""x^(2^n) for each n."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import io
 import os
 
-from hsdp.checkpoint.archive_writer import combine_crc32
-from hsdp.checkpoint.crc import crc32_of
+from hsdp.checkpoint.crc import combine_crc32, crc32_of
 from hsdp.checkpoint.manifests import FileRecord
 from hsdp.checkpoint.remote import AnyPath, RemotePath
 

@@ -97,3 +97,41 @@ def crc32_of_file(stream: BinaryIO) -> int:
     while count := stream.readinto(buffer):  # type: ignore[attr-defined]
         crc32 = crc32_of(buffer[:count], crc32)
     return crc32
+
+
+# -- putting checksums together -----------------------------------------------------------------------------------------
+
+_POLYNOMIAL = 0xEDB88320
+
+
+def combine_crc32(first: int, second: int, length: int) -> int:
+    """The CRC-32 of two runs of bytes one after the other, of those of each; `length` is the second's."""
+    power, place, factor = 1 << 31, 3, length  # x^0; then x^(8 * length), by repeated squaring
+    while factor:
+        if factor & 1:
+            power = _multiplied(_SQUARES[place % 32], power)
+        factor >>= 1
+        place += 1
+    return _multiplied(power, first) ^ second
+
+
+def _multiplied(a: int, b: int) -> int:
+    """The product of two polynomials over GF(2), modulo that of CRC-32; bits in CRC-32's reflected order."""
+    product, bit = 0, 1 << 31
+    while bit:
+        if a & bit:
+            product ^= b
+        bit >>= 1
+        b = (b >> 1) ^ _POLYNOMIAL if b & 1 else b >> 1
+    return product
+
+
+def _squares() -> list[int]:
+    found = [1 << 30]  # x
+    while len(found) < 32:
+        found.append(_multiplied(found[-1], found[-1]))
+    return found
+
+
+_SQUARES = _squares()
+"""x^(2^n) for each n."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import re
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hsdp.checkpoint.commits import sync_names
+from hsdp.checkpoint.memory import buffer_of
 from hsdp.checkpoint.whole_tensors import Withheld
 from hsdp.errors import CheckpointError
 
@@ -106,9 +106,7 @@ class Writer:
         def body() -> None:
             assert self._stream is not None and tensor is not None, "a file was begun, and the tensor gathered"
             plain = tensor.resolve_neg().contiguous()
-            # The tensor's own memory as a buffer, which torch offers by way of numpy only.
-            if size := plain.numel() * plain.itemsize:
-                self._stream.write((ctypes.c_char * size).from_address(plain.data_ptr()))
+            self._stream.write(buffer_of(plain))
 
         self._guard(body)
 

@@ -10,7 +10,6 @@ Reading makes objects of the types in the table below and of no others, whatever
 from __future__ import annotations
 
 import collections
-import ctypes
 import datetime
 import json
 import math
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 
 from hsdp.checkpoint.contents import refuse_without_memory
 from hsdp.checkpoint.index import PLAIN_DTYPES
+from hsdp.checkpoint.memory import buffer_of
 from hsdp.errors import CheckpointError
 
 _MAX_DEPTH = 100
@@ -172,10 +172,8 @@ class _Packer:
             )
         refuse_without_memory(value, name)
         held = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        # Not by `ctypes.string_at`, for which 4 GiB are nothing: it takes a C int.
-        raw = (ctypes.c_char * held.nbytes).from_address(held.data_ptr()).raw if held.nbytes else b""
         trained = value.requires_grad if isinstance(value, nn.Parameter) else None
-        return {"tensor": [str(value.dtype), list(value.shape), self._blob(raw), trained]}
+        return {"tensor": [str(value.dtype), list(value.shape), self._blob(bytes(buffer_of(held))), trained]}
 
     def _array(self, value: Any, name: str) -> Any:
         numpy = sys.modules["numpy"]

@@ -7,7 +7,6 @@ goes on while another has failed, and all raise the same text.
 
 from __future__ import annotations
 
-import ctypes
 import pickle
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from hsdp.checkpoint.memory import buffer_of
 from hsdp.comm.divergence import DivergenceGuard
 from hsdp.comm.groups import new_group, own_rank
 from hsdp.errors import CheckpointError, HSDPError
@@ -280,7 +280,7 @@ def _read(message: Tensor) -> Any:
         CheckpointError: it cannot be read here: its class is not found, say.
     """
     try:
-        return pickle.loads((ctypes.c_char * message.numel()).from_address(message.data_ptr()))
+        return pickle.loads(buffer_of(message))
     except Exception as error:
         raise CheckpointError(f"a value from another rank cannot be read: {type(error).__name__}: {error}") from error
 

@@ -46,15 +46,6 @@ class KeyLayout:
     inner: str = ""
     tops: frozenset[str] | None = None
 
-    @staticmethod
-    def of(path: AnyPath) -> dict[str, AnyPath]:
-        """The directories of which a checkpoint consists that has one for each object (accelerate's); else none."""
-        try:
-            found: dict[str, AnyPath] = {one.name: one for one in path.iterdir() if _PART.fullmatch(one.name)}
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-        return {name: child for name, child in sorted(found.items()) if manifests.has(child, manifests.METADATA)}
-
     def model_records(self, index: Index) -> dict[str, Record]:
         """The model's records, by name."""
         found = index.below(self.prefix)
@@ -72,12 +63,25 @@ class KeyLayout:
 
 
 def read_foreign(path: AnyPath) -> Index:
+def part_directories(path: AnyPath) -> dict[str, AnyPath]:
+    """The directories of which a checkpoint consists that has one for each object (accelerate's), by name; else none.
+
+    Raises:
+        CheckpointError: the checkpoint's own cannot be read.
+    """
+    try:
+        found: dict[str, AnyPath] = {one.name: one for one in path.iterdir() if _PART.fullmatch(one.name)}
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    return {name: child for name, child in sorted(found.items()) if manifests.has(child, manifests.METADATA)}
+
+
     """The index of a checkpoint that `torch.distributed.checkpoint` wrote, or of the several that make one.
 
     Raises:
         CheckpointError: it is damaged, or files are missing.
     """
-    parts = {} if manifests.has(path, manifests.METADATA) else KeyLayout.of(path)
+    parts = {} if manifests.has(path, manifests.METADATA) else part_directories(path)
     if not parts:
         return _read_part(path)
     records: dict[str, Record] = {}

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from hsdp.checkpoint import manifests, store
 from hsdp.checkpoint.handles import raise_untold, settled
 from hsdp.checkpoint.index import Index
-from hsdp.checkpoint.layouts import KeyLayout, find_layout, read_foreign
+from hsdp.checkpoint.layouts import KeyLayout, find_layout, part_directories, read_foreign
 from hsdp.checkpoint.load_options import LoadOptions, Rename, Report
 from hsdp.checkpoint.models import ModelReading
 from hsdp.checkpoint.native_reader import read_own
@@ -200,7 +200,7 @@ def _find(path: AnyPath) -> _Found | None:
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a directory; a checkpoint is one (for .safetensors files: load_safetensors)")
     marks = (manifests.MANIFEST, manifests.INDEX, manifests.METADATA)
-    if not any(manifests.has(path, name) for name in marks) and not KeyLayout.of(path):
+    if not any(manifests.has(path, name) for name in marks) and not part_directories(path):
         last = store.latest(path)
         if last is None:
             if names := store.holds_something(path):
@@ -211,7 +211,7 @@ def _find(path: AnyPath) -> _Found | None:
             return None
         path = last
     if not manifests.has(path, manifests.MANIFEST):
-        if manifests.has(path, manifests.INDEX) or (not KeyLayout.of(path) and read_foreign(path).by_hsdp):
+        if manifests.has(path, manifests.INDEX) or (not part_directories(path) and read_foreign(path).by_hsdp):
             raise CheckpointError(
                 f"{path / manifests.MANIFEST} is missing, which hsdp wrote with the rest of the checkpoint"
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -74,6 +74,13 @@ def together(names: Sequence[str]) -> str:
     parts = zip(*(re.split(r"(\d+)", name) for name in (names[0], names[-1])), strict=True)
     span = "".join(first if first == last else f"{first}..{last}" for first, last in parts)
     return f"{span} (each of {len(names)})"
+
+
+def listing(names: Iterable[str], limit: int = 8) -> str:
+    """Names for a message, cut after `limit`."""
+    names = list(names)
+    shown = ", ".join(repr(name) for name in names[:limit])
+    return shown + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def ranks_of(ranks: Sequence[int]) -> str:

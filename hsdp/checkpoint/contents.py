@@ -12,7 +12,7 @@ ways between them, FSDP2 and hsdp. Parameters are called as in the module that t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -228,10 +228,3 @@ def _state_placement(placement: Placement, param_shape: tuple[int, ...], shape: 
         if len(shape) != len(param_shape) or shape[dim] != param_shape[dim]:
             return Replicate()
     return placement
-
-
-def listing(names: Iterable[str], limit: int = 8) -> str:
-    """Names for a message, cut after `limit`."""
-    names = list(names)
-    shown = ", ".join(repr(name) for name in names[:limit])
-    return shown + (f" and {len(names) - limit} more" if len(names) > limit else "")

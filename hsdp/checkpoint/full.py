@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hsdp.buffers.fingerprints import fingerprint
-from hsdp.checkpoint.contents import Entry, listing, model_entries
+from hsdp.checkpoint.contents import Entry, model_entries
 from hsdp.checkpoint.handles import when_settled
 from hsdp.checkpoint.local_state import alike
 from hsdp.checkpoint.models import Handover, unwritable
@@ -35,6 +35,7 @@ from hsdp.checkpoint.structure import leaves_of, mapped
 from hsdp.checkpoint.whole_tensors import Withheld, deal, first_rank, largest_mesh, whole_tensor
 from hsdp.comm.groups import own_rank
 from hsdp.errors import CheckpointError
+from hsdp.format import listing
 from hsdp.unit.lookup import units_below
 
 

@@ -21,11 +21,12 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from hsdp.checkpoint import manifests
-from hsdp.checkpoint.contents import is_extra_state, listing, model_entries
+from hsdp.checkpoint.contents import is_extra_state, model_entries
 from hsdp.checkpoint.index import FileRange, Index, Record, TensorRecord, from_dcp
 from hsdp.checkpoint.load_options import LoadOptions
 from hsdp.checkpoint.remote import AnyPath
 from hsdp.errors import CheckpointError
+from hsdp.format import listing
 
 _PART = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
 
@@ -62,7 +63,6 @@ class KeyLayout:
         return index.below(self.optimizer_prefix)
 
 
-def read_foreign(path: AnyPath) -> Index:
 def part_directories(path: AnyPath) -> dict[str, AnyPath]:
     """The directories of which a checkpoint consists that has one for each object (accelerate's), by name; else none.
 
@@ -76,6 +76,7 @@ def part_directories(path: AnyPath) -> dict[str, AnyPath]:
     return {name: child for name, child in sorted(found.items()) if manifests.has(child, manifests.METADATA)}
 
 
+def read_foreign(path: AnyPath) -> Index:
     """The index of a checkpoint that `torch.distributed.checkpoint` wrote, or of the several that make one.
 
     Raises:

@@ -14,7 +14,6 @@ from hsdp.checkpoint.contents import (
     Entry,
     clean_name,
     is_extra_state,
-    listing,
     staging_like,
     state_staging,
     with_scalars,
@@ -25,6 +24,7 @@ from hsdp.checkpoint.objects import unpack
 from hsdp.checkpoint.reading import Reader
 from hsdp.checkpoint.structure import assembled, leaves_of, put_together
 from hsdp.errors import CheckpointError
+from hsdp.format import listing
 from hsdp.params.local import is_expanded, local_of
 from hsdp.torch_private import storage_key
 from hsdp.unit.lookup import units_below

@@ -22,12 +22,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hsdp.buffers.fingerprints import fingerprints
-from hsdp.checkpoint.contents import listing
 from hsdp.checkpoint.local_state import alike
 from hsdp.checkpoint.ranks import Ranks, carried
 from hsdp.checkpoint.structure import leaves_of
 from hsdp.errors import CheckpointError
-from hsdp.format import ranks_of
+from hsdp.format import listing, ranks_of
 from hsdp.params.local import local_of
 from hsdp.params.subclass import parts_of
 

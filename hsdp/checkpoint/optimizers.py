@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from hsdp.checkpoint.contents import clean_name, listing, plain, savable, state_staging
+from hsdp.checkpoint.contents import clean_name, plain, savable, state_staging
 from hsdp.checkpoint.index import Record, TensorRecord
 from hsdp.checkpoint.local_state import refuse_local_state, refuse_unnamed_state
 from hsdp.checkpoint.objects import Packed
@@ -38,6 +38,7 @@ from hsdp.checkpoint.structure import (
     take_apart,
 )
 from hsdp.errors import CheckpointError
+from hsdp.format import listing
 from hsdp.optim.targets import NUMBERS, counts_in
 from hsdp.params.local import local_of
 from hsdp.unit.lookup import name_of, unit_of

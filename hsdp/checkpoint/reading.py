@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from hsdp.checkpoint.archive_reader import OpenPiece, Stored, read_into, read_tensor
-from hsdp.checkpoint.contents import listing, local_box
+from hsdp.checkpoint.contents import local_box
 from hsdp.checkpoint.index import FileRange, Index, PieceRecord, TensorRecord, ValueRecord
 from hsdp.checkpoint.objects import unpack
 from hsdp.checkpoint.open_files import OpenFiles
 from hsdp.checkpoint.store import Progress
 from hsdp.errors import CheckpointError
+from hsdp.format import listing
 from hsdp.params.local import local_of
 
 PARTLY = "The model and the optimizer are partly changed; load a checkpoint before you use them"

@@ -29,7 +29,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hsdp.checkpoint.contents import Entry, listing, local_box, model_entries
+from hsdp.checkpoint.contents import Entry, local_box, model_entries
 from hsdp.checkpoint.export import CODES, DTYPES, INDEX, SINGLE, File, Writer, lay_out
 from hsdp.checkpoint.full import first_names, tell_units
 from hsdp.checkpoint.handles import when_settled
@@ -41,6 +41,7 @@ from hsdp.checkpoint.reading import handing_over
 from hsdp.checkpoint.store import expanded
 from hsdp.checkpoint.whole_tensors import Withheld, first_rank, largest_mesh, whole_tensor
 from hsdp.errors import CheckpointError
+from hsdp.format import listing
 from hsdp.params.local import local_of
 
 _TIES = "hsdp_tied"

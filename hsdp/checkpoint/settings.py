@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hsdp.checkpoint.contents import listing
 from hsdp.errors import CheckpointError
+from hsdp.format import listing
 
 _NOT_TRAINING = frozenset(
     {"params", "param_names", "foreach", "fused", "capturable", "differentiable", "algorithm", "matrices", "split_sizes"}

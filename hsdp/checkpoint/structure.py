@@ -18,9 +18,9 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hsdp.checkpoint.contents import listing
 from hsdp.checkpoint.objects import pack, unpack
 from hsdp.errors import CheckpointError
+from hsdp.format import listing
 
 _DICTS: tuple[type, ...] = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
 SEQUENCES: tuple[type, ...] = (list, tuple, collections.deque)

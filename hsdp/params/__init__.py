@@ -11,6 +11,7 @@
     annotations.py        parameters of which spmd_types says that it has
     subclass.py           tensor subclasses that hold plain tensors
     shard_geometry.py     which part of a DTensor each rank holds
+    arguments.py          operators' arguments by name, and which are written to
     handlers.py           DTensor's table of handlers that replace its operators
     operators.py          operators that hsdp does otherwise than DTensor
     parts.py              writes to parts of sharded tensors

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from hsdp.errors import StateError
+from hsdp.params.arguments import by_name
 from hsdp.params.dtensors import as_dtensor, full_tensor, part_of_whole, spec_of
 from hsdp.params.handlers import as_torch_does, handle
 from hsdp.params.parts import Origin, Part, after_write, memory_of, named, refuse_stripes
@@ -230,12 +231,11 @@ def _is_norm(placement: Placement) -> bool:
 
 def _loss(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`F.mse_loss(weight, anchor)`: element by element, and their mean; its backward, of an equal part for each."""
-    names = [argument.name for argument in op._schema.arguments]
-    given: dict[str, Any] = dict(zip(names, args, strict=False)) | (kwargs or {})
+    given = by_name(op, args, kwargs)
     if not is_watched(given["self"]) or given.get("reduction", _MEAN) != _MEAN:
         return as_torch_does(op, args, kwargs)
     given["reduction"] = _NONE
-    if names[0] != "grad_output":
+    if "grad_output" not in given:
         return op(**given).mean()
     shape = given["self"].shape
     given["grad_output"] = (given["grad_output"] / shape.numel()).expand(shape)

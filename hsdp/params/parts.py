@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from hsdp.buffers.fingerprints import same_bits
 from hsdp.errors import StateError
+from hsdp.params.arguments import by_name, written_by
 from hsdp.params.dtensors import largest, part_of_whole
 from hsdp.torch_private import storage_key
 
@@ -253,10 +254,8 @@ class Part(Tensor):
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
     """The tensors that an operator writes to."""
-    for at, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[at] if at < len(args) else kwargs.get(argument.name)
-            yield from (one for one in tree_iter(given) if isinstance(one, Tensor))
+    given = by_name(func, args, kwargs)
+    yield from (one for name in written_by(func) for one in tree_iter(given.get(name)) if isinstance(one, Tensor))
 
 
 def memory_of(tensor: Tensor) -> int:

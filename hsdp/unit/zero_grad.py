@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from hsdp.comm.streams import note_read
 from hsdp.errors import StateError
+from hsdp.params.arguments import by_name, written_by
 from hsdp.params.dtensors import as_dtensor, cut_as
 from hsdp.params.param import ManagedParam
 
@@ -209,10 +210,10 @@ def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[li
     """The sentinels that an operation writes to, and everything else that it is given."""
     targets: list[ZeroGradSentinel] = []
     others: list[Any] = []
-    for at, argument in enumerate(func._schema.arguments):
-        value = args[at] if at < len(args) else kwargs.get(argument.name)
+    written = written_by(func)
+    for name, value in by_name(func, args, kwargs).items():
         leaves: Iterable[Any] = tree_iter(value)
-        if argument.alias_info is not None and argument.alias_info.is_write:
+        if name in written:
             targets += (leaf for leaf in leaves if isinstance(leaf, ZeroGradSentinel))
         else:
             others += leaves

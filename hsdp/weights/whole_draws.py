@@ -21,6 +21,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from hsdp.params.arguments import by_name, written_by
 from hsdp.params.dtensors import as_dtensor, full_tensor, part_of_whole, spec_of
 
 _aten = torch.ops.aten
@@ -54,13 +55,12 @@ class WholeDraws(TorchDispatchMode):
 
 def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], spec: DTensorSpec) -> Any:
     """Does an operator to whole tensors, and distributes what comes out as `spec` does."""
-    names = [argument.name for argument in func._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | kwargs
-    written = [one.name for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
+    given, written = by_name(func, args, kwargs), written_by(func)
     wholes = dict(given)
-    first = given.get(names[0])
-    if isinstance(first, DTensor) and (written == names[:1] or func._schema.name.endswith("_like")):
-        wholes[names[0]] = _blank(first)  # filled, or asked for its shape: no rank waits for what another has of it
+    name = func._schema.arguments[0].name
+    first = given.get(name)
+    if isinstance(first, DTensor) and (written == [name] or func._schema.name.endswith("_like")):
+        wholes[name] = _blank(first)  # filled, or asked for its shape: no rank waits for what another has of it
     wholes = tree_map_only(DTensor, full_tensor, wholes)
     found = func(**wholes)
     targets = {id(wholes[name]): given[name] for name in written if name in given}

@@ -31,9 +31,6 @@ class PendingShard(Tensor):
         stand_in.landed = landed
         return stand_in
 
-    def __init__(self, like: Tensor, landed: Callable[[], Tensor]) -> None:
-        super().__init__()
-
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

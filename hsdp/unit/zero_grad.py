@@ -110,9 +110,6 @@ class ZeroGradSentinel(Tensor):
         sentinel.part = part
         return sentinel
 
-    def __init__(self, backing: SentinelBacking, view_of: Tensor | None = None, part: bool = False) -> None:
-        super().__init__()
-
     def behind(self, write: bool) -> Tensor:
         """The memory that it shows."""
         if self.view_of is not None:

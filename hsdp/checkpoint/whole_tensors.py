@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from hsdp.buffers.fingerprints import as_bytes
+from hsdp.buffers.layout import chunk_of
 from hsdp.checkpoint.ranks import Ranks, carried, for_messages
 from hsdp.comm.groups import own_rank
 from hsdp.errors import CheckpointError
@@ -214,11 +215,8 @@ def _is_replicated(tensor: DTensor) -> bool:
 
 
 def _rows(tensor: DTensor, axis: int, whole: Tensor, mesh: DeviceMesh) -> list[Tensor]:
-    """The part of `whole` that each rank along the shard axis holds; torch.chunk's rule, empty ones included."""
+    """The part of `whole` that each rank along the shard axis holds, empty ones included."""
     placement = tensor.placements[axis]
     assert isinstance(placement, Shard), "the axis shards"
     dim, count = placement.dim, mesh.size(axis)
-    size = whole.shape[dim]
-    chunk = -(-size // count)
-    starts = [min(rank * chunk, size) for rank in range(count)]
-    return [whole.narrow(dim, start, min(chunk, size - start)) for start in starts]
+    return [whole.narrow(dim, *chunk_of(whole.shape[dim], count, rank)) for rank in range(count)]

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Replicate
 
+from hsdp.buffers.layout import chunk_of
 from hsdp.comm.mesh import MeshAxes
 from hsdp.params.tensor_parallel import over_replicas
 
@@ -58,7 +59,5 @@ def share_of(spec: DTensorSpec, local: Tensor, axes: MeshAxes) -> Share | None:
     cut = over_replicas(spec, axes.replicate_axis)
     if cut is None:
         return None
-    rows, at = local.shape[0], axes.replicate_rank
-    chunk = -(-rows // axes.replicate_size)
-    start = min(at * chunk, rows)
-    return Share(cut, start, min(chunk, rows - start), chunk)
+    rows, replicas = local.shape[0], axes.replicate_size
+    return Share(cut, *chunk_of(rows, replicas, axes.replicate_rank), -(-rows // replicas))

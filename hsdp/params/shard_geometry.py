@@ -14,6 +14,8 @@ from itertools import product
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
+from hsdp.buffers.layout import chunk_of
+
 
 @dataclass(frozen=True)
 class Box:
@@ -76,11 +78,9 @@ def holdings(spec: DTensorSpec) -> list[Holding]:
         for axis in order:
             placement = placements[axis]
             if isinstance(placement, (Shard, _StridedShard)):
-                dim, at = placement.dim, coordinate[axis]
-                chunk = -(-sizes[dim] // mesh.size(axis))  # as torch.chunk cuts
-                start = min(at * chunk, sizes[dim])
+                dim = placement.dim
+                start, sizes[dim] = chunk_of(sizes[dim], mesh.size(axis), coordinate[axis])
                 offsets[dim] += start
-                sizes[dim] = min(chunk, sizes[dim] - start)
         box = Box(tuple(offsets), tuple(sizes))
         found.append(Holding(int(mesh.mesh[coordinate]), box, tuple(coordinate[axis] for axis in replicated)))
     return found

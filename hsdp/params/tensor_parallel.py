@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 
+from hsdp.buffers.layout import chunk_of
 from hsdp.comm.mesh import MeshAxes
 from hsdp.comm.streams import note_read
 from hsdp.params.dtensors import as_dtensor, with_dtype
@@ -187,17 +188,11 @@ def placements_tell(rows: int, inner: Sequence[int], shards: int) -> bool:
     block = -(-rows // blocks)
     full, left = divmod(rows, block)
     for rank in range(min(shards, block)):
-        of_full, of_last = _chunk(block, shards, rank), _chunk(left, shards, rank)
+        (_, of_full), (_, of_last) = chunk_of(block, shards, rank), chunk_of(left, shards, rank)
         held = full * of_full + of_last
         if of_last > of_full or of_full != -(-held // blocks):
             return False
     return True
-
-
-def _chunk(rows: int, parts: int, part: int) -> int:
-    """Size of a part that torch.chunk makes, zero where it makes fewer."""
-    size = -(-rows // parts)
-    return max(0, min(size, rows - part * size))
 
 
 def same_sharding(spec: DTensorSpec, other: DTensorSpec) -> bool:

@@ -289,16 +289,3 @@ def _time(events: Sequence[Event], units: Sequence[UnitPlan], wires: Wires, assu
     stepping = _optimizer(units, wires, assumed)
     arriving = [sum(one.seconds for one in stepping.arriving(unit)) for unit in units]
     return clock(events, predicted, assumed.streams, arriving).with_optimizer(stepping.seconds)
-
-
-@dataclass(frozen=True)
-class ComparisonData:
-    """Plans of one model on several meshes."""
-
-    plans: tuple[PlanData, ...]
-
-    @property
-    def best(self) -> PlanData | None:
-        """The one that trains on most tokens per second and rank, of those that fit; None if none does."""
-        fitting = [one for one in self.plans if one.fits]
-        return max(fitting, key=lambda one: one.tokens_per_second / (one.replicas * one.shards), default=None)

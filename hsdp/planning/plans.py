@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hsdp.planning.advice import Diagnosis, diagnose
-from hsdp.planning.data import Advice, ComparisonData, PlanData
+from hsdp.planning.data import Advice, PlanData
 from hsdp.planning.report import as_csv, as_json, as_text, comparison_as_csv, comparison_as_json, comparison_as_text
 
 
@@ -56,16 +56,24 @@ def meshes_of(world: int) -> list[tuple[int, int]]:
 
 
 @dataclass(frozen=True)
-class Comparison(ComparisonData):
+class Comparison:
     """Plans of one model on several meshes. `print(comparison)` shows them in one table, the best one marked."""
 
+    plans: tuple[Plan, ...]
+
+    @property
+    def best(self) -> Plan | None:
+        """The one that trains on most tokens per second and rank, of those that fit; None if none does."""
+        fitting = [one for one in self.plans if one.fits]
+        return max(fitting, key=lambda one: one.tokens_per_second / (one.replicas * one.shards), default=None)
+
     def __str__(self) -> str:
-        return comparison_as_text(self)
+        return comparison_as_text(self.plans, self.best)
 
     def to_json(self) -> str:
         """The plans, as JSON, and the index of the best."""
-        return comparison_as_json(self)
+        return comparison_as_json(self.plans, self.best)
 
     def to_csv(self) -> str:
         """A line per plan; sizes in bytes, times in seconds."""
-        return comparison_as_csv(self)
+        return comparison_as_csv(self.plans, self.best)

@@ -11,7 +11,7 @@ from typing import Any
 
 from hsdp.format import bytes_of, count_of, dtype_of, pattern_of, seconds_of, several, together
 from hsdp.planning.activations import Recompute
-from hsdp.planning.data import ComparisonData, PlanData
+from hsdp.planning.data import PlanData
 from hsdp.planning.layouts import GroupPlan, UnitPlan
 from hsdp.planning.memory import TERMS
 from hsdp.planning.traffic import Collective
@@ -196,14 +196,12 @@ def _memory_rows(plan: PlanData) -> Iterable[Row]:
         yield "host", bytes_of(plan.memory.host), "", "offloaded shards, gradients and optimizer state"
 
 
-def comparison_as_text(comparison: ComparisonData) -> str:
+def comparison_as_text(plans: Sequence[PlanData], best: PlanData | None) -> str:
     """One line per plan, the best one marked."""
-    plans = comparison.plans
     if not plans:
         return "nothing to compare"
     shown = ("per rank", "activations", "peak", "AG+RS slow", "AR slow", "step", "compute", "exposed", *_SHORT.values())
-    rows = [_comparison_row(plan, plan is comparison.best) for plan in plans]
-    best = comparison.best
+    rows = [_comparison_row(plan, plan is best) for plan in plans]
     lines = [
         f"{plans[0].name}: {count_of(plans[0].numel)} parameters, {plans[0].assumptions.tokens_per_rank:,} tokens per rank",
         _table(("", "mesh", *shown, "optimizer", "tokens/s"), rows, left=2),
@@ -324,17 +322,13 @@ def as_csv(plan: PlanData) -> str:
     return _csv(heads, rows)
 
 
-def comparison_as_json(comparison: ComparisonData) -> str:
+def comparison_as_json(plans: Sequence[PlanData], best: PlanData | None) -> str:
     """The plans as JSON, and the index of the best."""
-    best = comparison.best
-    content = {
-        "best": None if best is None else comparison.plans.index(best),
-        "plans": [as_dict(plan) for plan in comparison.plans],
-    }
+    content = {"best": None if best is None else plans.index(best), "plans": [as_dict(plan) for plan in plans]}
     return json.dumps(content, indent=1)
 
 
-def comparison_as_csv(comparison: ComparisonData) -> str:
+def comparison_as_csv(plans: Sequence[PlanData], best: PlanData | None) -> str:
     """A line per plan."""
     heads = ["replicas", "shards", "best", "fits", "persistent_bytes", "peak_bytes", "step_s", "compute_s", "optimizer_s"]
     heads += [*(f"{kind.replace('-', '_')}_exposed_s" for kind in _SHORT), "tokens_per_second"]
@@ -342,7 +336,7 @@ def comparison_as_csv(comparison: ComparisonData) -> str:
         [
             plan.replicas,
             plan.shards,
-            int(plan is comparison.best),
+            int(plan is best),
             int(plan.fits),
             plan.memory.persistent,
             plan.memory.most,
@@ -352,7 +346,7 @@ def comparison_as_csv(comparison: ComparisonData) -> str:
             *(plan.time.exposed[kind] for kind in _SHORT),
             plan.tokens_per_second,
         ]
-        for plan in comparison.plans
+        for plan in plans
     ]
     return _csv(heads, rows)
 

@@ -266,8 +266,7 @@ class HSDPModule(Setters):
             By parameter name, the same ones on all ranks, "on this rank" (or "on other ranks", if this one did not use it),
             "in the shard group", or both; "lost with a backward that failed" until gradients are zeroed.
         """
-        for runtime in self._runtimes():
-            runtime.settle()  # what is on its way may become pending
+        self._finish_reductions()  # what is on its way may become pending
         return self._by_name(lambda unit: unit.gradients.pending())
 
     def local_gradients(self) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 
+from hsdp.params.handlers import handle
 from hsdp.policies import is_castable
 
 # DTensor's constructor without its Python `__init__`, which does nothing, costs more than the rest and imports dynamo.
@@ -97,7 +98,6 @@ def find_infs_on_all_axes() -> None:
     DTensor makes ranks agree over those axes alone that shard the first gradient of a list. Where that is replicated and
     others are sharded, or experts are on meshes inside that of dense layers, ranks would skip different steps, unnoticed.
     """
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
 
     def of_all(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         grads, found, *others = args
@@ -108,7 +108,7 @@ def find_infs_on_all_axes() -> None:
         for mesh in sorted(meshes, key=lambda mesh: mesh.size()):
             found.copy_(largest(found, mesh))
 
-    handlers[torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default] = of_all
+    handle([torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default], of_all)
 
 
 def full_tensor(tensor: DTensor) -> Tensor:

@@ -32,23 +32,22 @@ class FlatBuffer:
 
     Freeing shrinks the storage to nothing, though autograd or a module still holds views: they come back to life when
     the flat buffer is allocated and filled again. It is born allocated: views can only be made of memory that is there.
+
+    Args:
+        tensor: views the memory, whose storage is freed as a whole.
     """
 
     __slots__ = ("_bytes", "_storage", "tensor")
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.tensor = torch.empty(numel, dtype=dtype, device=device)
-        self._storage = self.tensor.untyped_storage()
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self._storage = tensor.untyped_storage()
         self._bytes = self._storage.nbytes()
 
     @classmethod
-    def around(cls, tensor: Tensor) -> FlatBuffer:
-        """The memory that a tensor lives in, as somebody else allocated it."""
-        flat_buffer = cls.__new__(cls)
-        flat_buffer.tensor = tensor
-        flat_buffer._storage = tensor.untyped_storage()
-        flat_buffer._bytes = flat_buffer._storage.nbytes()
-        return flat_buffer
+    def empty(cls, numel: int, dtype: torch.dtype, device: torch.device) -> FlatBuffer:
+        """One of new memory."""
+        return cls(torch.empty(numel, dtype=dtype, device=device))
 
     @property
     def nbytes(self) -> int:

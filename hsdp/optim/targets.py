@@ -199,7 +199,7 @@ def _copied(alone: list[Target], gradient_of: Callable[[Member], Tensor]) -> Tar
         members.append(Member(member.param, member.shape, start, count, member.share, place=target.tensor))
         start += count
     with torch.inference_mode(False):
-        memory = FlatBuffer(start, alone[0].tensor.dtype, alone[0].tensor.device)
+        memory = FlatBuffer.empty(start, alone[0].tensor.dtype, alone[0].tensor.device)
     memory.free()
     return Target(memory.tensor.detach().requires_grad_(), members, [], memory)
 

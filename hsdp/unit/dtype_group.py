@@ -251,7 +251,7 @@ class DtypeGroup:
         start = layout.gather_packed_start
         packed = layout.numel - start
         if packed:
-            self._staging = FlatBuffer(shards * packed, compute, device)
+            self._staging = FlatBuffer.empty(shards * packed, compute, device)
             self._add_transfer(self._staging.tensor.data, start, layout.numel)
             rows = self._staging.tensor.data.view(shards, packed)
             for piece in map(layout.pieces.__getitem__, layout.in_order):
@@ -263,7 +263,7 @@ class DtypeGroup:
             self._unpack_to, self._unpack_from = merge_copies(self._unpack_to, self._unpack_from)
 
     def _new_whole(self, numel: int) -> FlatBuffer:
-        self._whole.append(FlatBuffer(numel, self.kind.compute, self.device))
+        self._whole.append(FlatBuffer.empty(numel, self.kind.compute, self.device))
         return self._whole[-1]
 
     def _place(self, piece: Piece) -> Tensor:

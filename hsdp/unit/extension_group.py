@@ -208,7 +208,7 @@ class _Member:
         """The first time: makes outputs, all of them this rank's own rows, and the unsharded parameter of them."""
         self.inputs, self._metadata = self._ask(source)
         self.kinds = _kinds(self.inputs)
-        self.outputs = [FlatBuffer(shards * tensor.numel(), tensor.dtype, device) for tensor in self.inputs]
+        self.outputs = [FlatBuffer.empty(shards * tensor.numel(), tensor.dtype, device) for tensor in self.inputs]
         self._shown = tuple(
             flat_buffer.tensor.data.view(shards * (shape[0] if shape else 1), *shape[1:])
             for flat_buffer, (shape, _) in zip(self.outputs, self.kinds, strict=True)
@@ -219,7 +219,7 @@ class _Member:
             if unsharded.shape != self._shape:  # rows of padding come behind its own
                 unsharded = torch.as_strided(unsharded, self._shape, self._stride, 0)
             self.unsharded = nn.Parameter(unsharded, requires_grad=self._requires_grad)
-            named = {_address(tensor): FlatBuffer.around(tensor) for tensor in inner}
+            named = {_address(tensor): FlatBuffer(tensor) for tensor in inner}
         used = {*named, *map(_address, parts_of(unsharded))}
         outputs = {_address(flat_buffer.tensor): flat_buffer for flat_buffer in self.outputs}
         self._inner = [flat_buffer for at, flat_buffer in named.items() if at not in outputs]

@@ -288,7 +288,7 @@ class Rows:
         start = layout.reduce_packed_start
         with torch.inference_mode(False):
             sizes = [layout.shards * plan.packed, *(layout.pieces[i].spec.numel for i in plan._small)]
-            self.flat_buffer = FlatBuffer(sum(sizes), dtype, device)
+            self.flat_buffer = FlatBuffer.empty(sum(sizes), dtype, device)
             self.flat, *small = self.flat_buffer.tensor.split(sizes)
             self.small = [one.view(layout.pieces[i].spec.shape) for i, one in zip(plan._small, small, strict=True)]
             self.transfers = [

@@ -16,7 +16,7 @@ def _free_too_early(env: RankEnv) -> None:
     store = dist.distributed_c10d._get_default_store()
     assert group is not None
     with watched():
-        buffer = FlatBuffer(env.world_size * 1000, torch.float32, env.device)
+        buffer = FlatBuffer.empty(env.world_size * 1000, torch.float32, env.device)
         parts = list(buffer.tensor.chunk(env.world_size))
         if env.rank == 0:
             work = group.allgather([parts], [torch.ones(1000)])

@@ -9,7 +9,7 @@ whole_matrix.py   `whole_matrix`: optimizers that look at matrices as a whole; s
 muon.py           `Muon`, one of them
 matrices.py       which matrices there are, who owns each, in which buckets they travel
 exchange.py       one bucket's way to the owners and back
-beside.py         AdamW for what is no matrix
+adamw_groups.py   AdamW for what is no matrix
 """
 
 from hsdp.optim.elementwise import ELEMENTWISE, local

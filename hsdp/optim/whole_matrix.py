@@ -23,7 +23,7 @@ from torch.autograd.graph import increment_version
 from hsdp.comm.collectives import Comm, comm_among
 from hsdp.comm.mesh import device_of
 from hsdp.errors import StateError
-from hsdp.optim.beside import AdamWGroups
+from hsdp.optim.adamw_groups import AdamWGroups
 from hsdp.optim.exchange import Exchange, Label
 from hsdp.optim.matrices import Bucket, Held, MatrixParam, cut, plan_buckets
 from hsdp.optim.replicas import STEPPED, part_of_grad, share_gradients_of, share_of_param

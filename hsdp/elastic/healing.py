@@ -27,7 +27,7 @@ from hsdp.checkpoint.optimizers import Described, OptimizerStaging, group_names,
 from hsdp.checkpoint.settings import saved_groups
 from hsdp.checkpoint.structure import take_apart
 from hsdp.errors import StateError
-from hsdp.format import dotted
+from hsdp.format import dotted, listing
 from hsdp.params.local import is_expanded, local_of, parts_beside
 from hsdp.params.subclass import is_composite
 
@@ -233,7 +233,7 @@ def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
 def _check_names(own: Iterable[str], sent: Iterable[str]) -> None:
     if names := sorted(set(own) ^ set(sent)):
         raise StateError(
-            f"a replica that joins got the state of another model: only one of them has {', '.join(names[:3])}; start all "
+            f"a replica that joins got the state of another model: only one of them has {listing(names, 3)}; start all "
             "replicas with the same model, optimizer and number of ranks"
         )
 

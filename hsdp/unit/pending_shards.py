@@ -2,7 +2,7 @@
 
     optimizer.step()      each replica steps its share; the gathers of all units start          (optim/replicas.py)
     next forward          a unit's own gather reads its shards: they land first                 (`Unit.version`)
-any other reader      finds a stand-in behind the DTensor, which lands them first           (params/pending.py)
+    any other reader      finds a stand-in behind the DTensor, which lands them first           (params/pending.py)
 
 A tensor that shares a shard's memory and was made before the step (`p.to_local()`, kept in a list) has no stand-in before
 it. `held_elsewhere` finds out that there is one: then the shards land before the step returns.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from hsdp.buffers.fingerprints import fingerprint
+from hsdp.buffers.fingerprints import fingerprints
 from hsdp.checkpoint.contents import clean_name, plain
 from hsdp.checkpoint.local_state import refuse_unnamed_state
 from hsdp.checkpoint.optimizer_extras import added_by
@@ -112,7 +112,7 @@ class HealedState:
 
     def digest(self) -> int:
         """Of this rank's shards of the parameters."""
-        return hash(tuple(fingerprint(shard) for shard in self._shards().values()))
+        return hash(tuple(fingerprints(list(self._shards().values()))))
 
     @torch.no_grad()
     def give(self, shards: Shards) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hsdp.buffers.fingerprints import as_bytes, fingerprint
+from hsdp.buffers.fingerprints import as_bytes, fingerprints
 from hsdp.errors import StateError
 from hsdp.format import dotted
 from hsdp.params.dtensors import as_dtensor
@@ -326,7 +326,7 @@ def _compare(unit: Unit, names: Sequence[str], tensors: Sequence[Tensor]) -> boo
     if unit.replica_policy == "trust":
         return True
     kinds = [(name, tuple(t.shape), str(t.dtype)) for name, t in zip(names, tensors, strict=True)]
-    prints = [fingerprint(t) for t in tensors]
+    prints = fingerprints(tensors)
     return not unequal_values(f"init_sharded, unit {unit.name!r}", "tensor", kinds, prints, names, unit)
 
 

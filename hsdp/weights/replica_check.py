@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hsdp.buffers.fingerprints import fingerprint
+from hsdp.buffers.fingerprints import fingerprints
 from hsdp.errors import DivergenceError
 from hsdp.format import ranks_of
 from hsdp.params.local import local_of, make_of_local, parts_beside
@@ -37,7 +37,7 @@ def verify(unit: Unit, modules: Sequence[nn.Module]) -> None:
     values = blocks + [buffer.parts for buffer in buffers]
     names = [param.fqn for param in unit.params] + [buffer.fqn for buffer in buffers]
     trusted = unit.replica_policy == "trust"
-    prints = [None if trusted else [fingerprint(part) for part in parts if not part.is_meta] for parts in values]
+    prints = [None if trusted else fingerprints([part for part in parts if not part.is_meta]) for parts in values]
     on_meta = [any(part.is_meta for part in parts) for parts in values]
     where, structure = f"fully_shard({unit.name})", _structure(unit, buffers)
     # Buffers come along with the parameters: one question, however many there are.

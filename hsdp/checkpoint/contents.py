@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from hsdp.errors import CheckpointError
 from hsdp.params.dtensors import as_dtensor, spec_of
 from hsdp.params.local import beside_local, local_of
+from hsdp.params.shard_geometry import Box
 from hsdp.params.subclass import data_of, is_composite
 from hsdp.torch_private import stands_for_zeros
 
@@ -177,13 +178,13 @@ def savable(value: Any, description: str) -> Any:
     return plain(value, description)
 
 
-def local_box(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where this rank's part lies in the whole tensor: (offsets, sizes), one each per dim."""
+def local_box(tensor: Tensor) -> Box:
+    """Where this rank's part lies in the whole tensor."""
     if isinstance(tensor, DTensor):
         with torch.device("cpu"):  # torch counts with tensors on the default device
             chunk = tensor.__create_chunk_list__()[0]
-        return tuple(chunk.offsets), tuple(chunk.sizes)
-    return (0,) * tensor.ndim, tuple(tensor.shape)
+        return Box(tuple(chunk.offsets), tuple(chunk.sizes))
+    return Box((0,) * tensor.ndim, tuple(tensor.shape))
 
 
 def staging_like(tensor: Tensor) -> Tensor:
@@ -219,7 +220,7 @@ def state_staging(
         placements = tuple(_state_placement(p, tuple(param.shape), shape) for p in param.placements)
     spec = spec_of(param.device_mesh, placements, shape, dtype)
     probe = as_dtensor(torch.empty(shape, dtype=dtype, device="meta"), spec)
-    return as_dtensor(torch.empty(local_box(probe)[1], dtype=dtype, device=device), spec)
+    return as_dtensor(torch.empty(local_box(probe).sizes, dtype=dtype, device=device), spec)
 
 
 def _state_placement(placement: Placement, param_shape: tuple[int, ...], shape: tuple[int, ...]) -> Placement:

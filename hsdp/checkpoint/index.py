@@ -21,9 +21,7 @@ import torch
 
 from hsdp.checkpoint.pickles import Call, Name, read_pickle
 from hsdp.errors import CheckpointError
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""A part of a tensor: offsets and sizes, one each per dim."""
+from hsdp.params.shard_geometry import Box
 
 PLAIN_DTYPES = {
     str(value).removeprefix("torch."): value
@@ -50,8 +48,7 @@ class FileRange:
 class PieceRecord:
     """A part of a tensor, and where it is."""
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    box: Box
     place: FileRange
 
 
@@ -119,7 +116,7 @@ class Index:
             key: [
                 str(record.dtype).removeprefix("torch."),
                 record.shape,
-                [[*packed(piece.place), piece.offsets, piece.sizes] for piece in record.pieces],
+                [[*packed(piece.place), piece.box.offsets, piece.box.sizes] for piece in record.pieces],
             ]
             for key, record in self.records.items()
             if isinstance(record, TensorRecord)
@@ -148,7 +145,9 @@ def from_json(data: bytes) -> Index:
 
         records: dict[str, Record] = {key: ValueRecord(place(packed)) for key, packed in body["values"].items()}
         for key, (dtype, shape, pieces) in body["tensors"].items():
-            found = [PieceRecord(_numbers(offsets), _numbers(sizes), place(packed)) for *packed, offsets, sizes in pieces]
+            found = [
+                PieceRecord(Box(_numbers(offsets), _numbers(sizes)), place(packed)) for *packed, offsets, sizes in pieces
+            ]
             records[key] = TensorRecord(_numbers(shape), dtype_named(dtype), tuple(found))
         paths = {key: _path(path) for key, path in body["paths"].items()}
         return _checked(Index(records, paths))
@@ -200,7 +199,7 @@ def _tensor(key: str, state: Mapping[str, Any], places: Mapping[tuple[str, tuple
         offsets, sizes = _size(described["offsets"]), _size(described["sizes"])
         if (key, offsets) not in places:
             raise CheckpointError(f"it does not say where the piece of {key!r} at {offsets} is")
-        pieces.append(PieceRecord(offsets, sizes, places[key, offsets]))
+        pieces.append(PieceRecord(Box(offsets, sizes), places[key, offsets]))
     if not (isinstance(dtype, Name) and dtype.module == "torch"):
         raise CheckpointError(f"{key!r} has a dtype that is none")
     return TensorRecord(_size(state["size"]), dtype_named(dtype.name), tuple(pieces))
@@ -304,10 +303,10 @@ def _checked(index: Index) -> Index:
     """The index, if each tensor is there once and whole, and no piece shares bytes or is too short for its elements."""
     for key, record in index.records.items():
         if isinstance(record, TensorRecord):
-            check_tiling(key, record.shape, [(piece.offsets, piece.sizes) for piece in record.pieces])
+            check_tiling(key, record.shape, [piece.box for piece in record.pieces])
             for piece in record.pieces:
-                if piece.place.length < math.prod(piece.sizes) * record.dtype.itemsize:
-                    raise CheckpointError(f"the piece of {key!r} at {piece.offsets} is said to have too few bytes")
+                if piece.place.length < math.prod(piece.box.sizes) * record.dtype.itemsize:
+                    raise CheckpointError(f"the piece of {key!r} at {piece.box.offsets} is said to have too few bytes")
     ends: dict[str, int] = {}
     for place in sorted(index.places(), key=lambda one: (one.file, one.start, one.length)):
         if place.start < ends.get(place.file, 0):
@@ -322,26 +321,29 @@ def check_tiling(name: str, shape: tuple[int, ...], boxes: Iterable[Box]) -> Non
     Raises:
         CheckpointError: they do not; says what is missing or doubled.
     """
-    full = []
-    for offsets, sizes in boxes:
-        inside = len(offsets) == len(sizes) == len(shape) and all(
-            min(o, s) >= 0 and o + s <= n for o, s, n in zip(offsets, sizes, shape, strict=True)
+    full: list[Box] = []
+    for box in boxes:
+        inside = len(box.offsets) == len(box.sizes) == len(shape) and all(
+            min(o, s) >= 0 and o + s <= n for o, s, n in zip(box.offsets, box.sizes, shape, strict=True)
         )
         if not inside:
-            raise CheckpointError(f"a piece of {name!r} at {offsets} of shape {sizes} is not inside its shape {shape}")
-        if math.prod(sizes):
-            full.append((offsets, sizes))
-    covered = sum(math.prod(sizes) for _, sizes in full)
+            raise CheckpointError(
+                f"a piece of {name!r} at {box.offsets} of shape {box.sizes} is not inside its shape {shape}"
+            )
+        if math.prod(box.sizes):
+            full.append(box)
+    covered = sum(math.prod(box.sizes) for box in full)
     if covered != math.prod(shape):
         how = "were never written" if covered < math.prod(shape) else "were written twice"
         raise CheckpointError(f"{abs(math.prod(shape) - covered)} elements of {name!r} of shape {shape} {how}")
     # The volumes agree, so without an overlap nothing is missing. Swept along the dim that tells most pieces apart.
-    dim = max(range(len(shape)), key=lambda d: len({offsets[d] for offsets, _ in full}), default=0)
-    full.sort(key=lambda box: box[0][dim : dim + 1])
+    dim = max(range(len(shape)), key=lambda d: len({box.offsets[d] for box in full}), default=0)
+    full.sort(key=lambda box: box.offsets[dim : dim + 1])
     active: list[Box] = []
     for box in full:
-        active = [other for other in active if not shape or other[0][dim] + other[1][dim] > box[0][dim]]
+        active = [other for other in active if not shape or other.offsets[dim] + other.sizes[dim] > box.offsets[dim]]
         for other in active:
-            if all(a < b + m and b < a + n for a, n, b, m in zip(*box, *other, strict=True)):
-                raise CheckpointError(f"pieces of {name!r} at {other[0]} and {box[0]} overlap")
+            pairs = zip(box.offsets, box.sizes, other.offsets, other.sizes, strict=True)
+            if all(a < b + m and b < a + n for a, n, b, m in pairs):
+                raise CheckpointError(f"pieces of {name!r} at {other.offsets} and {box.offsets} overlap")
         active.append(box)

@@ -27,6 +27,7 @@ from hsdp.checkpoint.store import Progress
 from hsdp.errors import CheckpointError
 from hsdp.format import listing
 from hsdp.params.local import local_of
+from hsdp.params.shard_geometry import Box
 
 PARTLY = "The model and the optimizer are partly changed; load a checkpoint before you use them"
 """What an error says once loading has begun to change them."""
@@ -55,8 +56,8 @@ class _Read:
     key: str
     stored: Stored
     file: str
-    source: tuple[tuple[int, int], ...]
-    """Offset and size in the piece, per dim."""
+    source: Box
+    """Where it lies in the piece."""
     target: Tensor
 
     @property
@@ -64,14 +65,14 @@ class _Read:
         return self.target.numel() * self.stored.dtype.itemsize
 
     def run(self, stream: BinaryIO) -> None:
-        stored, target = self.stored, self.target
+        stored, source, target = self.stored, self.source, self.target
         if not stored.contiguous:
-            target.copy_(_narrowed(read_tensor(stream, stored), self.source))
+            target.copy_(_narrowed(read_tensor(stream, stored), source))
             return
-        inner = math.prod(stored.shape[1:])
-        rows, row_bytes = self.source[0] if self.source else (0, 1), inner * stored.dtype.itemsize
-        whole_rows = all((o, n) == (0, size) for (o, n), size in zip(self.source[1:], stored.shape[1:], strict=True))
-        start = stored.start + rows[0] * row_bytes
+        row, rows = (source.offsets[0], source.sizes[0]) if stored.shape else (0, 1)
+        row_bytes = math.prod(stored.shape[1:]) * stored.dtype.itemsize
+        whole_rows = source.sizes[1:] == stored.shape[1:]
+        start = stored.start + row * row_bytes
         as_stored = (target.device.type, target.dtype) == ("cpu", stored.dtype) and not (
             target.is_conj() or target.is_neg()
         )
@@ -80,19 +81,20 @@ class _Read:
             torch.autograd.graph.increment_version(target)  # autograd has not seen the write
             return
         at_once = max(1, _BLOCK // max(1, row_bytes))
-        for first in range(0, rows[1], at_once):
-            count = min(at_once, rows[1] - first)
-            shape = (count, *stored.shape[1:]) if self.source else ()
+        for first in range(0, rows, at_once):
+            count = min(at_once, rows - first)
+            shape = (count, *stored.shape[1:]) if stored.shape else ()
             block = torch.empty(shape, dtype=stored.dtype, device="cpu")
             read_into(stream, start + first * row_bytes, block)
-            if not self.source:
+            if not stored.shape:
                 target.copy_(block)
             else:
-                target.narrow(0, first, count).copy_(_narrowed(block, ((0, count), *self.source[1:])))
+                part = Box((0, *source.offsets[1:]), (count, *source.sizes[1:]))
+                target.narrow(0, first, count).copy_(_narrowed(block, part))
 
 
-def _narrowed(tensor: Tensor, parts: tuple[tuple[int, int], ...]) -> Tensor:
-    for dim, (offset, size) in enumerate(parts):
+def _narrowed(tensor: Tensor, box: Box) -> Tensor:
+    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         tensor = tensor.narrow(dim, offset, size)
     return tensor
 
@@ -205,27 +207,22 @@ class Reader:
         """The parts of pieces that overlap with this rank's part of a tensor."""
         record = self._index.records[key]
         assert isinstance(record, TensorRecord), "the caller has checked what the checkpoint has"
-        (offsets, sizes), local = local_box(tensor), local_of(tensor) if into is None else into
+        mine, local = local_box(tensor), local_of(tensor) if into is None else into
         reads = []
         for piece in record.pieces:
-            starts = [max(a, b) for a, b in zip(offsets, piece.offsets, strict=True)]
-            ends = [min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, piece.offsets, piece.sizes, strict=True)]
-            if any(end <= start for start, end in zip(starts, ends, strict=True)) or 0 in piece.sizes:
-                continue
-            spans = list(zip(starts, ends, strict=True))
-            source = tuple((a - o, b - a) for (a, b), o in zip(spans, piece.offsets, strict=True))
-            target = _narrowed(local, tuple((a - o, b - a) for (a, b), o in zip(spans, offsets, strict=True)))
-            reads.append(_Read(key, self._stored(key, record, piece), piece.place.file, source, target))
+            if (part := mine.common(piece.box)) is not None:
+                stored, target = self._stored(key, record, piece), _narrowed(local, part.inside(mine))
+                reads.append(_Read(key, stored, piece.place.file, part.inside(piece.box), target))
         return reads
 
     def _stored(self, key: str, record: TensorRecord, piece: PieceRecord) -> Stored:
         if piece.place not in self._opened:
             with self._telling(key, piece.place):
                 stored = self._piece(piece.place).tensor()
-                if (stored.shape, stored.dtype) != (piece.sizes, record.dtype):
+                if (stored.shape, stored.dtype) != (piece.box.sizes, record.dtype):
                     raise CheckpointError(
-                        f"the index promises {record.dtype} of shape {piece.sizes}, the file has {stored.dtype} of shape "
-                        f"{stored.shape}"
+                        f"the index promises {record.dtype} of shape {piece.box.sizes}, the file has {stored.dtype} of "
+                        f"shape {stored.shape}"
                     )
                 self._opened[piece.place] = stored
         return self._opened[piece.place]

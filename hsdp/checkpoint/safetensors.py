@@ -338,10 +338,10 @@ def _check(
 def _read(place: _Place, like: Tensor) -> Tensor:
     """This rank's part of a tensor, as it is in the file."""
     file, name = place
-    offsets, sizes = local_box(like)
+    box = local_box(like)
     with torch.device("cpu"):  # the library makes tensors on the default device
-        if not sizes:
+        if not box.sizes:
             return file.get_tensor(name)  # type: ignore[no-any-return]
-        if 0 in sizes:
-            return torch.empty(sizes, dtype=DTYPES[file.get_slice(name).get_dtype()])
-        return file.get_slice(name)[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]  # type: ignore[no-any-return]
+        if 0 in box.sizes:
+            return torch.empty(box.sizes, dtype=DTYPES[file.get_slice(name).get_dtype()])
+        return file.get_slice(name)[box.slices]  # type: ignore[no-any-return]

@@ -51,6 +51,7 @@ from hsdp.checkpoint.store import Progress
 from hsdp.checkpoint.structure import agreed, listed
 from hsdp.checkpoint.write_assignment import pack_parts, packed, shared_out, size_of, unpack_all, unpacked
 from hsdp.errors import CheckpointError
+from hsdp.params.shard_geometry import Box
 from hsdp.policies import check_flag
 
 logger = logging.getLogger("hsdp.checkpoint")
@@ -347,7 +348,8 @@ def _index(metadata: Metadata) -> Index:
     for key, kind in metadata.state_dict_metadata.items():
         if isinstance(kind, TensorStorageMetadata):
             pieces = [
-                PieceRecord(tuple(c.offsets), tuple(c.sizes), place(MetadataIndex(key, c.offsets))) for c in kind.chunks
+                PieceRecord(Box(tuple(c.offsets), tuple(c.sizes)), place(MetadataIndex(key, c.offsets)))
+                for c in kind.chunks
             ]
             records[key] = TensorRecord(tuple(kind.size), kind.properties.dtype, tuple(pieces))
         else:

@@ -30,6 +30,7 @@ from hsdp.checkpoint import CheckpointError, reading
 from hsdp.checkpoint.index import check_tiling, from_dcp
 from hsdp.checkpoint.lock import LOCK
 from hsdp.checkpoint.objects import unpack
+from hsdp.params.shard_geometry import Box
 from tests.checkpoint import models as cm
 from tests.support.rig import Pool
 from tests.support.worker import RankEnv
@@ -233,15 +234,15 @@ def test_flipped_bits_in_a_plain_dcp_checkpoint_are_found_by_the_checksums_that_
 )
 def test_pieces_that_do_not_tile_a_tensor_are_refused(boxes: Any, match: str) -> None:
     with pytest.raises(CheckpointError, match=match):
-        check_tiling("w", (4, 4), boxes)
+        check_tiling("w", (4, 4), [Box(*box) for box in boxes])
 
 
 def test_pieces_that_tile_a_tensor_pass() -> None:
-    check_tiling("w", (4, 4), [((r, c), (2, 2)) for r in (0, 2) for c in (0, 2)])
-    check_tiling("w", (4, 4), [((0, 0), (4, 4)), ((4, 0), (0, 4)), ((4, 0), (0, 4))])
-    check_tiling("scalar", (), [((), ())])
-    check_tiling("empty", (0, 3), [((0, 0), (0, 3))])
-    check_tiling("big", (1000,), [((i,), (1,)) for i in random.Random(0).sample(range(1000), 1000)])
+    check_tiling("w", (4, 4), [Box((r, c), (2, 2)) for r in (0, 2) for c in (0, 2)])
+    check_tiling("w", (4, 4), [Box((0, 0), (4, 4)), Box((4, 0), (0, 4)), Box((4, 0), (0, 4))])
+    check_tiling("scalar", (), [Box((), ())])
+    check_tiling("empty", (0, 3), [Box((0, 0), (0, 3))])
+    check_tiling("big", (1000,), [Box((i,), (1,)) for i in random.Random(0).sample(range(1000), 1000)])
 
 
 def test_metadata_that_leaves_elements_out_is_refused() -> None:

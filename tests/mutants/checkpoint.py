@@ -39,6 +39,7 @@ from hsdp.checkpoint import (
     store,
     whole_tensors,
 )
+from hsdp.params.shard_geometry import Box
 from tests.checkpoint import models as cm
 from tests.checkpoint import test_async as in_background
 from tests.checkpoint import test_damage as damage
@@ -300,7 +301,7 @@ def lets_every_replica_write() -> Any:
 def takes_the_first_ranks_rows() -> Any:
     box = contents.local_box
     # Of each tensor as many rows as are this rank's, from the top.
-    return mock.patch.object(reading, "local_box", lambda tensor: ((0,) * tensor.ndim, box(tensor)[1]))
+    return mock.patch.object(reading, "local_box", lambda tensor: Box((0,) * tensor.ndim, box(tensor).sizes))
 
 
 @mutant(check_roundtrip, world=2, kill="loading took an optimizer step")

@@ -27,7 +27,7 @@ from hsdp.comm.divergence import CLIP, note_event_of
 from hsdp.errors import StateError
 from hsdp.schedule.optimizer_hooks import check_communicated
 from hsdp.schedule.runtime import await_failure
-from hsdp.unit.lookup import place_of, unit_of, unit_of_module
+from hsdp.unit.lookup import place_of, unit_of, unit_of_module, unsharded_params
 from hsdp.unit.unit import Unit
 
 Groups = tuple[ProcessGroup, ...]
@@ -81,7 +81,7 @@ def clip_grad_norm_(
         RuntimeError: the norm is not finite, with `error_if_nonfinite`.
     """
     order, limit = _check_numbers(max_norm, norm_type)
-    params = _distinct(parameters)
+    params = _sharded_for_shown(_distinct(parameters))
     units = _join(params)
     if not isinstance(parameters, nn.Module):
         params = _in_one_order(params, units)
@@ -149,6 +149,15 @@ def _distinct(parameters: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]
             )
         params[id(param)] = param
     return list(params.values())
+
+
+def _sharded_for_shown(params: list[Tensor]) -> list[Tensor]:
+    """Inside of a forward, modules show their unsharded parameters: behind a backward the sharded ones have gradients."""
+    if set(map(type, params)) <= {DTensor}:
+        return params
+    shown = unsharded_params()
+    # In a backward it is they that have gradients, which a hook may clip.
+    return [shown[id(param)][1].sharded if param.grad is None and id(param) in shown else param for param in params]
 
 
 def _parameters_below(module: nn.Module) -> Iterator[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -188,6 +189,40 @@ def _accumulating(env: RankEnv) -> None:
 
 def test_sums_that_wait_are_refused_and_reductions_that_run_are_joined(pool4: Pool) -> None:
     pool4.run(_accumulating)
+
+
+class ClipsItself(nn.Module):
+    """A training step that is a forward, of a root with a weight of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.own = nn.Parameter(torch.ones(4))
+        self.norm: Tensor | None = None
+        self.clip: Any = torch_clip
+
+    def forward(self, x: Tensor) -> None:
+        (self.inner(x) * self.own).square().mean().backward()
+        self.norm = self.clip(self.parameters(), 0.01)
+
+
+def _in_a_forward(env: RankEnv, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    plain = ClipsItself().double()
+    model = copy.deepcopy(plain)
+    hsdp.fully_shard(model.inner, mesh=env.mesh(shape))
+    hsdp.fully_shard(model, mesh=env.mesh(shape))
+    model.clip = clip_grad_norm_
+    x = torch.linspace(-1.0, 1.0, 12, dtype=torch.float64).view(3, 4)
+    plain(x)
+    model(x)
+    torch.testing.assert_close(model.norm, plain.norm, rtol=1e-12, atol=0)
+    assert_same(full_grads(model), full_grads(plain))
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 1)], ids=mesh_id)
+def test_a_root_clips_its_own_gradients_in_its_forward(pool2: Pool, shape: tuple[int, ...]) -> None:
+    pool2.run(_in_a_forward, shape)
 
 
 def _partial_sums(env: RankEnv) -> None:

@@ -15,9 +15,10 @@ from hsdp.elastic.healing import HealedState, Shards
 from hsdp.elastic.manager import Manager
 from hsdp.elastic.reduce import replicas
 from hsdp.errors import StateError
+from hsdp.format import listing
 from hsdp.policies import ReduceOp
 from hsdp.schedule.optimizer_hooks import check_communicated
-from hsdp.unit.lookup import units_below
+from hsdp.unit.lookup import unit_of, units_below
 
 
 class ElasticOptimizer:
@@ -38,7 +39,8 @@ class ElasticOptimizer:
 
     Raises:
         TypeError: `model` is no module, or `optimizer` no optimizer.
-        ValueError: no parameter of the model is sharded, its mesh has replicas, or the manager has such an optimizer.
+        ValueError: no parameter of the model is sharded, one that trains is in no unit, the mesh has replicas, or the
+            manager has such an optimizer.
     """
 
     def __init__(self, manager: Manager, model: nn.Module, optimizer: Optimizer, reduce_op: ReduceOp = "avg") -> None:
@@ -48,6 +50,13 @@ class ElasticOptimizer:
         self.model = model
         self.optimizer = optimizer
         self._units = units_below(model, what="ElasticOptimizer")
+        outside = [name for name, param in model.named_parameters() if param.requires_grad and unit_of(param) is None]
+        if outside:
+            raise ValueError(
+                f"ElasticOptimizer: in no unit are {listing(outside, 3)} (ignored_params, or outside of every sharded "
+                "module): nobody sums their gradients over the replicas, which would drift apart. Call fully_shard on the "
+                "module that holds them, or requires_grad_(False) on them"
+            )
         stage = replicas(manager, reduce_op)
         for module in model.modules():
             if isinstance(module, HSDPModule):

@@ -28,7 +28,7 @@ from hsdp.schedule.runtime import Runtime, runtime_of
 from hsdp.schedule.step_norms import watch_norms
 from hsdp.torch_private import leave_out_of_graphs
 from hsdp.unit.landing import note_grads_read, refuse_assigned_grads
-from hsdp.unit.lookup import all_units, place_of, unit_of
+from hsdp.unit.lookup import all_units, place_of, unit_of, unsharded_params
 from hsdp.unit.sharing import gather_gradients
 from hsdp.unit.state import refuse_assigned
 from hsdp.unit.unit import Unit
@@ -75,6 +75,13 @@ def _units_of(optimizer: torch.optim.Optimizer) -> list[weakref.ref[Unit]]:
             raise StateError(
                 f"{type(optimizer).__name__}.step: the optimizer was made while full parameters were shown, and holds the "
                 f"one of {place[1]!r} of unit {owner.name!r}, which nobody trains; make it outside of full_params"
+            )
+        leaves = unsharded_params()
+        if (leaf := next((param for param in params if id(param) in leaves), None)) is not None:
+            holder, managed = leaves[id(leaf)]
+            raise StateError(
+                f"{type(optimizer).__name__}.step: the optimizer was made inside of a forward, or behind unshard(), and "
+                f"holds the unsharded one of {managed.fqn!r} of unit {holder.name!r}, which nothing steps; make it outside"
             )
         # In one order on all ranks, whatever the order of parameters: units may communicate.
         units = dict.fromkeys(unit for param in sorted(params, key=place_of) if (unit := unit_of(param)) is not None)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from hsdp.params.local import local_of
 from hsdp.params.ownership import owner_of, owners
+from hsdp.params.param import ManagedParam
 from hsdp.unit.unit import Unit
 
 T = TypeVar("T")
@@ -34,6 +35,11 @@ def unit_of_module(module: nn.Module) -> Unit | None:
 def all_units() -> list[Unit]:
     """Every unit of the process."""
     return cast("list[Unit]", owners())
+
+
+def unsharded_params() -> dict[int, tuple[Unit, ManagedParam]]:
+    """The trained parameters of all units by the identities of the unsharded ones, which forwards and `unshard` show."""
+    return {id(param.trained): (unit, param) for unit in all_units() for param in unit.params if param.trained is not None}
 
 
 def name_of(param: Tensor) -> str:

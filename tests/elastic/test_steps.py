@@ -771,6 +771,19 @@ def test_the_state_of_another_model_is_refused(pool4: Pool) -> None:
 # -- mistakes ----------------------------------------------------------------------------------------------------------
 
 
+def _beside_units(env: RankEnv) -> None:
+    net, _, manager = _elastic(env)
+    beside = nn.Linear(4, 4)
+    model = nn.ModuleDict({"net": net, "beside": beside})
+    with pytest.raises(ValueError, match=r"in no unit are 'beside\.weight', 'beside\.bias'"):
+        elastic.ElasticOptimizer(manager, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    beside.requires_grad_(False)
+
+
+def test_trained_parameters_in_no_unit_are_refused(pool4: Pool) -> None:
+    pool4.run(_beside_units)
+
+
 def _mistakes(env: RankEnv) -> None:
     net, optimizer, manager = _elastic(env)
     with pytest.raises(StateError, match="zero_grad"):

@@ -257,3 +257,27 @@ def _own_counts(env: RankEnv) -> None:
 @pytest.mark.parametrize("case", [_side_by_side, _own_counts], ids=["gradients", "counts"])
 def test_flat_takes_nothing_for_its_own_that_is_a_users(pool2: Pool, case: Any) -> None:
     pool2.run(case)
+
+
+def check_order_of_entries(env: RankEnv) -> None:
+    """A checkpoint of another library lists each parameter's entries in an order of its own."""
+    torch.manual_seed(0)
+    model: Any = hsdp.fully_shard(FewRows(), mesh=env.mesh(2))
+    params = [model.one, model.two]  # of the first one a rank holds nothing
+    stepped = Adam(params, lr=0.1)
+    model(torch.ones(DIM)).sum().backward()
+    stepped.step()
+    state = stepped.state_dict()
+    state["state"][0] = dict(reversed(state["state"][0].items()))
+    flat = local(Adam(params, lr=0.1), flat=True)
+    flat.load_state_dict(state)
+    model(torch.ones(DIM)).sum().backward()
+    flat.step()
+    orders = [list(flat.state[param]) for param in params]
+    found: list[Any] = [None] * env.world_size
+    dist.all_gather_object(found, orders)
+    assert found[0] == found[1], "a loop over entries calls one full_tensor() on all ranks"
+
+
+def test_entries_of_loaded_states_have_one_order_on_all_ranks(pool2: Pool) -> None:
+    pool2.run(check_order_of_entries)

@@ -39,6 +39,30 @@ def test_an_optimizer_made_before_sharding_is_refused_by_parameter(pool2: Pool) 
     pool2.run(check_early_optimizer)
 
 
+class MakesItsOwn(Deep):
+    """A model that makes its optimizer in its first forward."""
+
+    optimizer: torch.optim.Optimizer | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.optimizer is None:
+            self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return super().forward(x)
+
+
+def check_optimizer_of_a_forward(env: RankEnv) -> None:
+    model = seeded(MakesItsOwn)
+    hsdp.fully_shard(model, mesh=env.mesh(2))
+    step(model, env.rank)
+    assert model.optimizer is not None
+    with pytest.raises(hsdp.StateError, match=r"inside of a forward, .*'blocks\.0\.weight' of unit"):
+        model.optimizer.step()
+
+
+def test_an_optimizer_made_in_a_forward_is_refused_by_parameter(pool2: Pool) -> None:
+    pool2.run(check_optimizer_of_a_forward)
+
+
 def check_optimizer_of_full_parameters(env: RankEnv) -> None:
     model = shard(seeded(Deep), env.mesh(2))
     with hsdp.full_params(model):

@@ -1,6 +1,6 @@
 """What a unit is doing, and the errors of calls that come in the wrong state.
 
-IDLE --forward--> FORWARD --> IDLE --backward--> BACKWARD_PRE --gradients complete--> BACKWARD_POST --> IDLE
+IDLE --forward--> FORWARD --> IDLE --backward--> BACKWARD_PRE --gradients taken--> BACKWARD_POST --> IDLE
 IDLE --full_params--> FULL_PARAMS --> IDLE
 """
 
@@ -18,7 +18,7 @@ class TrainingState(enum.Enum):
 
     IDLE = "idle"
     FORWARD = "in its forward"
-    BACKWARD_PRE = "in backward, its gradients incomplete"
+    BACKWARD_PRE = "in backward, its gradients not taken yet"
     BACKWARD_POST = "in backward, its gradients on their way"
     FULL_PARAMS = "lent to full_params, gathered_apply or init_sharded"
 

@@ -27,11 +27,14 @@ class Meddling(Deep):
 
     in_forward: Callable[[], object] = staticmethod(lambda: None)
     in_backward: Callable[[], object] = staticmethod(lambda: None)
+    behind_the_first_node: Callable[[], object] = staticmethod(lambda: None)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.blocks[0](x)
         self.in_forward()
         x.register_hook(lambda grad: (self.in_backward(), None)[1])
+        assert x.grad_fn is not None
+        x.grad_fn.register_hook(lambda *_: (self.behind_the_first_node(), None)[1])
         return self.blocks[1](x)
 
 
@@ -42,14 +45,15 @@ def _sequence(env: RankEnv) -> None:
     def look() -> None:
         results.append([_states(model)[name] for name in ("Meddling (root)", "blocks.0", "blocks.1")])
 
-    model.in_forward = model.in_backward = look
+    model.in_forward = model.in_backward = model.behind_the_first_node = look
     step(model, env.rank)
     look()
     with hsdp.full_params(model.blocks[0]):
         look()
     assert results == [
         ["FORWARD", "IDLE", "IDLE"],  # between the two blocks
-        ["BACKWARD_PRE", "IDLE", "BACKWARD_POST"],  # a hook on the first block's output runs before that is entered
+        ["BACKWARD_PRE", "IDLE", "BACKWARD_PRE"],  # a hook on the first block's output runs before that is entered
+        ["BACKWARD_PRE", "BACKWARD_PRE", "BACKWARD_POST"],
         ["IDLE", "IDLE", "IDLE"],
         ["IDLE", "FULL_PARAMS", "IDLE"],
     ], results

@@ -115,6 +115,8 @@ def check_param(param: nn.Parameter, module: nn.Module | None, fqn: str, unit: s
             f"fully_shard({unit}): parameter {fqn!r} of a lazy module has no shape yet; run a forward of the module first"
         )
     where = f"fully_shard({unit}): parameter {fqn!r} of shape {tuple(param.shape)}"
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ValueError(f"{where} is in a module of torch.jit, which keeps its parameters itself; shard the plain module")
     owner, name = unit_of(param), None
     if owner is not None:
         name = next(managed.fqn for managed in owner.params if managed.sharded is param)

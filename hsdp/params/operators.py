@@ -20,6 +20,7 @@ Those of sums over ranks that are still to come depend on who asks: schedule/ste
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from typing import Any
 
@@ -56,6 +57,8 @@ _LOSSES = tuple(
     for name in ("mse_loss", "huber_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy")
     for suffix in ("", "_backward")
 ) + (_aten.binary_cross_entropy_with_logits.default,)
+_EXTREMES = (_aten.max.default, _aten.amax.default, _aten.min.default, _aten.amin.default, _aten.linalg_vector_norm.default)
+_EXTREMES_OF_LISTS = (_aten._foreach_norm.Scalar, _aten._foreach_max.default)
 _ALIKE = frozenset(("avg", "max", "min"))
 """How ranks' parts become one that is what they are, if they are alike."""
 _NONE, _MEAN = 0, 1
@@ -102,6 +105,8 @@ def _register() -> None:
     handle(_SUMS, _sum)
     handle(_LOSSES, _loss)
     handle(_IN_PLACE_ON_LISTS, _counted)
+    handle(_EXTREMES, _extreme)
+    handle(_EXTREMES_OF_LISTS, _extremes)
 
 
 def _cut(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -240,6 +245,44 @@ def _loss(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     shape = given["self"].shape
     given["grad_output"] = (given["grad_output"] / shape.numel()).expand(shape)
     return op(**given)
+
+
+def _extreme(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The largest or smallest element, or a norm, also where this rank has no element, which torch refuses."""
+    given = by_name(op, args, kwargs)
+    dims = given.get("dim")
+    dims = [dims] if isinstance(dims, int) else dims
+    return as_torch_does(op, (_with_an_element(op, args[0], given.get("ord", 0), dims or None), *args[1:]), kwargs)
+
+
+def _extremes(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    order = by_name(op, args, kwargs).get("ord", 0)
+    return as_torch_does(op, ([_with_an_element(op, one, order, None) for one in args[0]], *args[1:]), kwargs)
+
+
+def _with_an_element(op: Any, tensor: Any, order: Any, dims: list[int] | None) -> Any:
+    """`tensor`; with other elements where this rank's part has none along `dims`, of which the result has none."""
+    if not is_watched(tensor) or tensor._local_tensor.numel() or not tensor.numel():
+        return tensor
+    local, ndim = tensor._local_tensor, tensor.ndim
+    gone = range(ndim) if dims is None else [dim % ndim for dim in dims]
+    if not all(size or dim in gone for dim, size in enumerate(local.shape)):
+        return tensor
+    neutral = _neutral(op._schema.name, order, local.dtype)
+    return as_dtensor(local.new_full([size or 1 for size in local.shape], neutral), tensor._spec)
+
+
+def _neutral(name: str, order: Any, dtype: torch.dtype) -> float:
+    """An element that changes no maximum, minimum or norm."""
+    if "norm" in name:
+        return math.inf if order < 0 else 0.0
+    largest = "max" in name
+    if dtype.is_floating_point:
+        return -math.inf if largest else math.inf
+    if dtype is torch.bool:
+        return not largest
+    limits = torch.iinfo(dtype)
+    return limits.min if largest else limits.max
 
 
 def _counted(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

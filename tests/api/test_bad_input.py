@@ -68,6 +68,11 @@ _MODULES: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] 
     "empty list": (list, ValueError, ("empty", "at least one")),
     "twice in a list": (lambda: [nn.Linear(2, 2)] * 2, ValueError, ("twice", "once")),
     "scripted": (_scripted, TypeError, ("scripted", "pass the module")),
+    "traced": (
+        lambda: nn.Sequential(torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))),
+        ValueError,
+        ("'0.weight'", "torch.jit", "shard the plain module"),
+    ),
     "lazy": (lambda: nn.Sequential(nn.LazyLinear(2)), ValueError, ("'0.weight'", "lazy", "run a forward")),
     "not a module in a list": (lambda: [nn.Linear(2, 2), 3], TypeError, ("nn.Module", "int")),
 }

@@ -132,8 +132,10 @@ class HSDPModule(Setters):
         """Does what `torch.nn.Module.apply` does, with unsharded parameters: `hsdp.gathered_apply(self, fn)`.
 
         Every rank must call it, and takes the values that `fn` writes on the mesh's first rank. For a model on the meta
-        device call `hsdp.init_sharded(model, fn)`.
+        device call `hsdp.init_sharded(model, fn)`. Inside `full_params`, which shows all of them, it is torch's own.
         """
+        if all(unit.lent for unit in self._units()):
+            return super().apply(fn)  # type: ignore[misc]
         return gathered_apply(cast(nn.Module, self), fn)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:

@@ -117,6 +117,25 @@ def test_changes_are_written_back(
     pool_for(request, shape).run(_change, shape, writeback, rank0_only)
 
 
+def _reset(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        module.reset_parameters()
+
+
+def _apply_inside(env: RankEnv) -> None:
+    model, plain = shard(make_case("mlp").model(), env.mesh(2)), make_case("mlp").model()
+    torch.manual_seed(5)
+    plain.apply(_reset)
+    torch.manual_seed(5 + env.rank)  # those of rank 0 count
+    with full_params(model, writeback="rank0"):
+        assert model.apply(_reset) is model
+    assert_same(whole_values(model), {name: param.detach() for name, param in plain.named_parameters()})
+
+
+def test_apply_inside_is_that_of_torch(pool2: Pool) -> None:
+    pool2.run(_apply_inside)
+
+
 def _some(env: RankEnv) -> None:
     mesh = env.mesh(2)
     model = shard(MLP(), mesh, mp_policy=hsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from bisect import bisect_right
 from collections.abc import Collection
@@ -335,6 +336,13 @@ class Backwards(BackwardCommit):
                 if any(unit.trainable):
                     unit.note_split(found=unit in backward.found)
         if backward.reduces:
+            if backward.keeps_graph:
+                warnings.warn(
+                    f"hsdp: backward(create_graph=True) through {self.root.name!r}: the gradients in .grad are summed over "
+                    "ranks, outside of autograd, and have no graph. A loss of them changes nothing: compute it of "
+                    "torch.autograd.grad inside of a unit's forward, or of gradients of inputs",
+                    stacklevel=2,
+                )
             left = self.reduce_order.end(backward.turns)
             for unit in (*left, *(u for u in self.units if u not in left)):
                 settings, gradients = unit.settings, unit.gradients

@@ -3,10 +3,10 @@
     forward     0  1  2          units as they are entered
     backward    2  1  0          each is reduced in its turn, once the last of its visits is over
 
-A *visit* is the backward of one forward of a unit. When a rank has all its own gradients of a unit, the unit is complete,
-and is reduced as soon as its turn comes. A rank that used the parameters in none or only some of the visits cannot tell
-by its gradients: there the unit is complete after its last visit, and all ranks count the same visits: one that a rank
-does not make is over when the engine has come behind it. There is one visit for each forward that gradients can enter.
+A *visit* is the backward of one forward of a unit. A unit is complete after its last visit, and is reduced as soon as its
+turn comes: not with the last gradient that a rank makes of it, as ranks use different parameters, and as users' hooks may
+edit gradients until the backward has left the unit. All ranks count the same visits: one that a rank does not make is over
+when the engine has come behind it. There is one visit for each forward that gradients can enter.
 Forwards without gradients that are recomputed have visits, too, which no forward tells of: they are taken to be as many as
 the last time the same number of forwards awaited their backward. A unit that is visited after its turn is reduced again at
 the end.

@@ -10,6 +10,7 @@ import pytest
 
 import hsdp
 from tests.schedule.graph_cases import GRAPHS, by_rank
+from tests.support.deep import Deep, floats, seeded
 from tests.support.graphs import SkipsByRank
 from tests.support.rig import Pool, RankEnv
 from tests.support.sharded import check_grads, check_rest, check_sharded, pool_for, shard
@@ -57,3 +58,14 @@ def _leave_units_out(env: RankEnv, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("reshard", [True, False, None, 2])
 def test_ranks_may_leave_different_units_out_of_backward(pool4: Pool, reshard: bool | int | None) -> None:
     pool4.run(_leave_units_out, {"reshard_after_forward": reshard})
+
+
+def _graph_of_gradients(env: RankEnv) -> None:
+    model = shard(seeded(Deep), env.mesh(2))
+    with pytest.warns(UserWarning, match=r"'Deep \(root\)': the gradients in \.grad .* have no graph"):
+        model(floats(env.rank)).square().sum().backward(create_graph=True)
+    assert all(param.grad is not None and not param.grad.requires_grad for param in model.parameters())
+
+
+def test_a_backward_with_a_graph_of_its_own_warns(pool2: Pool) -> None:
+    pool2.run(_graph_of_gradients)

@@ -41,11 +41,12 @@ def _wrapped(member: Member, value: Tensor) -> Tensor:
 def gathered_state(target: Target, state: Any) -> dict[str, Any]:
     """A target's state from that of its parameters: their local tensors, side by side.
 
-    In one order on all ranks: a checkpoint may list a parameter's entries in another order than the next one's, and which
-    is first in a target differs by rank.
+    In one order on all ranks, that of Adam's: a checkpoint may list a parameter's entries in another order than the next
+    one's, and which is first in a target differs by rank.
     """
     entries = [state[member.param] for member in target.members]
-    return {name: _gathered(target, name, [own[name] for own in entries]) for name in sorted(entries[0], key=str)}
+    names = sorted(entries[0], key=lambda name: (name != "step", str(name)))
+    return {name: _gathered(target, name, [own[name] for own in entries]) for name in names}
 
 
 def _gathered(target: Target, name: str, values: list[Any]) -> Any:

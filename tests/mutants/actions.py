@@ -12,8 +12,8 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -135,6 +135,23 @@ def _one_leaf() -> AbstractContextManager[Any]:
         param.trained = param.unsharded.requires_grad_(wanted)  # type: ignore[assignment]
 
     return mock.patch.object(ManagedParam, "choose", choose)
+
+
+@planted("a unit reduced with its last gradient, later edits lost")
+@contextmanager
+def _hasty() -> Iterator[None]:
+    def change(arrived: Callable[[Unit], None]) -> Callable[[Unit], None]:
+        def and_reduces(unit: Unit) -> None:
+            arrived(unit)
+            runtime: Any = unit.runtime
+            if runtime.backward is not None and unit in runtime.backward.turns.waiting:
+                for other in runtime.backward.turns.complete(unit):
+                    runtime._reduce(other)
+
+        return and_reduces
+
+    with replaced(Unit, "_all_arrived", change), mock.patch.object(Arrivals, "_assigned", return_value={}):
+        yield
 
 
 @planted("a parameter frozen since gets its gradient")

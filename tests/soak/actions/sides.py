@@ -43,12 +43,14 @@ class Side:
         ranks: those whose batches it is fed with.
         share: what a loss is multiplied with, so that gradients become the mean over all ranks.
         device: where it computes.
+        accumulates: a backward of losses is under way, not one that only asks for gradients.
         slots: by slot and rank, the loss that waits for its backward and the floats that it came from.
     """
 
     ranks: range
     share: float
     device = "cpu"
+    accumulates = False
 
     def __init__(self, program: Program, model: Any, env: RankEnv, teacher: Any = None) -> None:
         self.program, self.model, self.env, self.teacher = program, model, env, teacher
@@ -153,7 +155,11 @@ class Side:
                 total = torch.stack([losses[rank][0] for losses in kept]).sum() * self.share
                 if "penalty" in how and rank == self.ranks[-1]:
                     total = total + how["penalty"] * self.squares("local")
-                total.backward(retain_graph=bool(how.get("retain")))  # type: ignore[no-untyped-call]
+                self.accumulates = True
+                try:
+                    total.backward(retain_graph=bool(how.get("retain")))  # type: ignore[no-untyped-call]
+                finally:
+                    self.accumulates = False
         return []
 
     @contextmanager
@@ -524,9 +530,21 @@ class Side:
             self.module_hooks.append(module.register_forward_hook(lambda _, args, out: _scaled(out)))
         elif kind == "gradient of output":
             self.module_hooks.append(module.register_full_backward_pre_hook(lambda _, grads: _scaled(grads)))
-        else:
+        elif kind == "gradient of input":
             self.module_hooks.append(module.register_full_backward_hook(lambda _, grads, __: _scaled(grads)))
+        elif not self.program.ties:  # a tied weight may be another unit's
+            own = next(one for one in module.modules() if next(one.parameters(recurse=False), None) is not None)
+            self.module_hooks.append(own.register_full_backward_hook(lambda own, *_: self._add_to_gradients(own)))
         return []
+
+    def _add_to_gradients(self, own: Any) -> None:
+        """An edit that is one of every rank, whatever has been accumulated before."""
+        if not self.accumulates:
+            return
+        for name, _ in list(own.named_parameters(recurse=False)):
+            if (param := getattr(own, name)).requires_grad:
+                more = torch.full_like(param, 0.01 * self.share)
+                param.grad = more if param.grad is None else param.grad + more
 
     def module_unhook(self, at: int) -> Values:
         return _removed(self.module_hooks)

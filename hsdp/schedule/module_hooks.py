@@ -21,7 +21,7 @@ from hsdp.comm.labels import labelled
 from hsdp.errors import StateError
 from hsdp.params.annotations import PACKAGE, checked, is_checked, unchecked
 from hsdp.schedule.closed_units import closed_unit_used
-from hsdp.schedule.outputs import SideOutputs, entry_nodes, map_tensors, tensors_of
+from hsdp.schedule.outputs import SideOutputs, entry_nodes, made_by, map_tensors, tensors_of
 from hsdp.schedule.passes import ForwardPass, Visit
 from hsdp.schedule.runtime import Runtime, runtime_of
 from hsdp.schedule.sequence_numbers import SequenceNumber
@@ -256,7 +256,7 @@ class ModuleHooks:
         if watched and self.unit.parent is runtime.root:
             begins_at = runtime.forward_pass.begins_at
             for one in arguments:
-                if isinstance(one, Tensor) and (behind := one.grad_fn) is not None:
+                if isinstance(one, Tensor) and (behind := made_by(one)) is not None:
                     at = sequence_number(behind)
                     if before != at and begins_at <= at < number:
                         behind.register_prehook(partial(_left, runtime, (made_in, at)))

@@ -240,13 +240,21 @@ def _is_object(value: Any) -> bool:
     return hasattr(value, "__dict__") or bool(_slots_of(type(value)))
 
 
+def made_by(tensor: Tensor) -> Any:
+    """The autograd node that made a tensor; None of leaves and their views, and of views that nobody may use any more."""
+    base = tensor._base
+    if base is not None and base.is_leaf:
+        return None  # a view of a parameter, kept since another use of it perhaps: to ask for its node makes a new one
+    try:
+        return tensor.grad_fn
+    except RuntimeError:  # a view of what a custom function returned, whose base was written to
+        return None
+
+
 def _made_since(value: Any, first_node: int, depth: int = 3) -> Iterator[Tensor]:
     items: Any
     if isinstance(value, Tensor):
-        base = value._base
-        if base is not None and base.is_leaf:
-            return  # a view of a parameter, kept since another use of it perhaps: to ask for its node makes a new one
-        if (node := value.grad_fn) is not None and sequence_number(node) >= first_node:
+        if (node := made_by(value)) is not None and sequence_number(node) >= first_node:
             yield value
         return
     if depth == 0 or isinstance(value, _NO_TENSORS):

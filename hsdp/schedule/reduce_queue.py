@@ -179,7 +179,7 @@ class ReduceQueue(ABC, Generic[ItemT, BucketT]):
     def advance(self) -> None:
         """Lands buckets without a collective under way. Ended collectives do not count: that is each rank's timing.
 
-        Behind `make_room` and `submit` the oldest bucket has one: only in these do buckets come to the front.
+        After `make_room` and `submit` the oldest bucket has a collective: only these two bring other buckets to the front.
         """
         while self._reducing and self._reducing[0].at_rest:
             self._land()

@@ -126,7 +126,7 @@ def _entered(model: Any) -> Iterator[None]:
 
 CALLS: dict[str, Callable[[Any, int], object]] = {
     "full_params": lambda model, rank: _entered(model).__enter__(),
-    "gathered_apply": lambda model, rank: model.apply(lambda module: None),
+    "gathered_apply": lambda model, rank: hsdp.gathered_apply(model, lambda module: None),
     "sync_module_states": lambda model, rank: hsdp.sync_module_states(model),
     "flush": lambda model, rank: model.flush(),
     "reshard": lambda model, rank: model.reshard(),

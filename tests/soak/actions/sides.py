@@ -538,8 +538,11 @@ class Side:
         return []
 
     def _add_to_gradients(self, own: Any) -> None:
-        """An edit that is one of every rank, whatever has been accumulated before."""
-        if not self.accumulates:
+        """An edit that is one of every rank, whatever has been accumulated before.
+
+        None beside hooks on parameters: those of sharded ones get what is reduced, with the edit.
+        """
+        if not self.accumulates or self.hooks:
             return
         for name, _ in list(own.named_parameters(recurse=False)):
             if (param := getattr(own, name)).requires_grad:

@@ -11,6 +11,7 @@ whole values as `out`        `torch.eye(n, m, out=weight)`, for which DTensor ma
 scatter_, scatter_add_, ...  as these; DTensor takes a rank's indices for the whole's, and makes the part another size
 masked_fill_ by a tensor     as these; on two axes DTensor cuts the rank's part once more
 sums of norms                of columns, or of several tensors: DTensor adds up the ranks' parts of norms as they are
+max, min, norms              of which torch raises on ranks whose part is empty
 losses that are means        of parts that differ in size DTensor takes the mean of the ranks' means
 foreach operators in place   autograd's version counters do not count them of DTensors, as they do of plain tensors
 
@@ -249,6 +250,8 @@ def _loss(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _extreme(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The largest or smallest element, or a norm, also where this rank has no element, which torch refuses."""
+    if not _has_no_element(args[0]):
+        return as_torch_does(op, args, kwargs)
     given = by_name(op, args, kwargs)
     dims = given.get("dim")
     dims = [dims] if isinstance(dims, int) else dims
@@ -256,13 +259,20 @@ def _extreme(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _extremes(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not any(map(_has_no_element, args[0])):
+        return as_torch_does(op, args, kwargs)
     order = by_name(op, args, kwargs).get("ord", 0)
     return as_torch_does(op, ([_with_an_element(op, one, order, None) for one in args[0]], *args[1:]), kwargs)
 
 
+def _has_no_element(tensor: Any) -> bool:
+    """Whether this rank has nothing of a tensor that is not empty."""
+    return is_watched(tensor) and not tensor._local_tensor.numel() and tensor.numel() > 0
+
+
 def _with_an_element(op: Any, tensor: Any, order: Any, dims: list[int] | None) -> Any:
     """`tensor`; with other elements where this rank's part has none along `dims`, of which the result has none."""
-    if not is_watched(tensor) or tensor._local_tensor.numel() or not tensor.numel():
+    if not _has_no_element(tensor):
         return tensor
     local, ndim = tensor._local_tensor, tensor.ndim
     gone = range(ndim) if dims is None else [dim % ndim for dim in dims]
